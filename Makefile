@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 HOURS ?= 2
 CHAOS_ARGS ?=
 
-.PHONY: help envs envs-both envs-cuda dev smoke smoke-cuda test test-all mutants chaos chaos-short check check-code docs lint-fix clean
+.PHONY: help envs envs-both envs-cuda dev smoke smoke-cuda test test-trainer test-orchestrator test-runs test-inference test-all mutants chaos chaos-short check check-code docs lint-fix clean
 .DEFAULT_GOAL := help
 
 help:
@@ -74,17 +74,28 @@ smoke: envs
 	$(TRAINER)/bin/splice smoke --report $(REPORT) $(SMOKE_ARGS)
 
 smoke-cuda: envs-cuda
-	$(TRAINER)/bin/splice smoke --device cuda --report $(REPORT) $(SMOKE_ARGS)
+	$(TRAINER)/bin/splice smoke --set device=cuda --report $(REPORT) $(SMOKE_ARGS)
 
-# All three parts run even if one fails; the result is red if any is.
-# torch's TCPStore looks up its clients' names: where a name server loses packets, each such lookup would hold a join for 5 s or more.
+# Two parts run at a time, each on one of two cores, and all run even if one fails; the result is red if any is.
+# A part's output comes when it ends.
 test: dev
-	@status=0; export RES_OPTIONS="$${RES_OPTIONS:-timeout:1 attempts:2}"; \
-	$(TRAINER)/bin/python -m pytest tests/test_imports.py tests/test_readme.py tests/test_docs.py tests/test_installation.py tests/orchestrator tests/chaos tests/weight_transfer tests/trainer_node tests/benchmarks $(PYTEST_ARGS) || status=1; \
-	$(INFERENCE)/bin/python -m pytest tests/inference_node tests/weight_transfer/test_digest.py $(PYTEST_ARGS) || status=1; \
-	$(TRAINER)/bin/python -m pytest tests/e2e tests/rl tests/tinker $(PYTEST_ARGS) || status=1; \
-	[ $$status = 0 ] && echo "make test: all parts passed" || echo "make test: at least one part FAILED" >&2; \
-	exit $$status
+	@if $(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target test-trainer test-orchestrator test-runs test-inference; \
+	then echo "make test: all parts passed"; else echo "make test: at least one part FAILED" >&2; exit 1; fi
+
+# torch's TCPStore looks up its clients' names: where a name server loses packets, each such lookup would hold a join for 5 s or more.
+test-trainer test-orchestrator test-runs test-inference: export RES_OPTIONS := $(or $(RES_OPTIONS),timeout:1 attempts:2)
+
+test-trainer:
+	$(TRAINER)/bin/python -m pytest tests/trainer_node $(PYTEST_ARGS)
+
+test-orchestrator:
+	$(TRAINER)/bin/python -m pytest tests/test_imports.py tests/test_readme.py tests/test_docs.py tests/test_installation.py tests/orchestrator tests/chaos tests/weight_transfer tests/benchmarks $(PYTEST_ARGS)
+
+test-runs:
+	$(TRAINER)/bin/python -m pytest tests/e2e tests/rl tests/tinker $(PYTEST_ARGS)
+
+test-inference:
+	$(INFERENCE)/bin/python -m pytest tests/inference_node tests/weight_transfer/test_digest.py $(PYTEST_ARGS)
 
 # Tests marked `whole` (`tests/conftest.py` lists them) run here only.
 test-all:

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -18,12 +18,11 @@ import numpy as np
 from benchmarks import memory
 from benchmarks.harness import inference_python
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerConfig
 from orchestrator.protocol.messages import PauseMode, PublicationMode, batch_specs
-from orchestrator.publication.config import PublicationConfig
 from splice.batches import Batch
-from splice.cluster import Cluster, ClusterConfig
+from splice.cluster import Cluster
 from splice.preflight import share_a_gpu
+from splice.run_file import RunFile
 
 SHAPES = {
     "30b-a3b": ("qwen3_moe", "qwen3-30b-a3b"),
@@ -134,13 +133,18 @@ def cluster_config(
     max_model_len: int | None = None,
     max_num_seqs: int = 64,
     micro_batch_tokens: int | Literal["auto"] = 4096,
-) -> ClusterConfig:
+    vllm: Sequence[str] = (),
+    keep_versions: int = 0,
+    max_restarts: int = 2,
+) -> RunFile:
     """One trainer rank and one vLLM, LoRA of rank 16; makes the model in `folder` if it is not
     there.
 
     Args:
         run: name of the run's folder in `folder`; a new one for each cluster.
         lora: key of `TARGETS`.
+        vllm: more arguments of its server.
+        keep_versions, max_restarts: the orchestrator's, the trainer's.
     """
     model = model_in(folder, shape)
     cuda = device == "cuda"
@@ -151,46 +155,42 @@ def cluster_config(
             make_model(shape, served, fp8=True)
     kv_cache = kv_cache_bytes() if cuda else None
     options += ("--kv-cache-memory-bytes", str(kv_cache)) if kv_cache else ()
-    options += tuple(shlex.split(os.environ.get("SPLICE_BENCH_VLLM_ARGS", "")))
+    options += (*shlex.split(os.environ.get("SPLICE_BENCH_VLLM_ARGS", "")), *vllm)
     trainer_gpu, inference_gpu = gpus()
     shared = share_a_gpu((trainer_gpu,), [(inference_gpu,)])
-    transport: Literal["nccl", "tcp"] = "nccl" if cuda and not shared else "tcp"
-    dtype: Literal["bfloat16", "float32"] = "bfloat16" if cuda else "float32"
-    trainer = TrainerConfig(
+    transport = {"transport": "nccl" if cuda and not shared else "tcp"}
+    return RunFile(
+        name=NAME,
         model=model,
-        init="hf" if shape == "tiny" else "random",
-        device="cuda" if cuda else "cpu",
-        dtype=dtype,
-        transport=transport,
-        lora=LoraConfig(rank=RANK, alpha=2 * RANK, targets=TARGETS[lora]),
-        micro_batch_tokens=micro_batch_tokens,
-        rounding=rounding(),
-        admission="skip",
-    )
-    inference = InferenceConfig(
-        model=served,
-        name=NAME,
-        device="cuda" if cuda else "cpu",
-        dtype=dtype,
-        load_format="dummy",
-        gpus=(inference_gpu,) if cuda else (),
-        transport=transport,
-        max_model_len=max_model_len or (8192 if cuda and SHAPES[shape][1] != "tiny" else 512),
-        max_num_seqs=max_num_seqs,
-        gpu_memory_utilization=0.05 if kv_cache else 0.4 if shared else 0.85,
-        enforce_eager=is_eager(device),
-        extra_args=options,
-    )
-    return ClusterConfig(
         run_dir=folder / run,
-        name=NAME,
-        trainer_python=Path(sys.executable),
-        inference_python=inference_python(),
-        trainer=trainer,
-        inference=(inference,),
-        trainer_gpus=(trainer_gpu,) if cuda else (),
-        publication=PublicationConfig(pause_mode=pause_mode, mode=mode),
-        ready_timeout_s=float(os.environ.get("SPLICE_BENCH_READY_S", "600")),
+        device="cuda" if cuda else "cpu",
+        orchestrator={
+            "keep_versions": keep_versions,
+            "ready_timeout_s": float(os.environ.get("SPLICE_BENCH_READY_S", "600")),
+        },
+        publication={"pause_mode": pause_mode, "mode": mode, "rounding": rounding()},
+        trainer={
+            "init": "hf" if shape == "tiny" else "random",
+            "lora": {"rank": RANK, "alpha": 2 * RANK, "targets": TARGETS[lora]},
+            "micro_batch_tokens": micro_batch_tokens,
+            "admission": "skip",
+            "gpus": (trainer_gpu,) if cuda else (),
+            "max_restarts": max_restarts,
+            **transport,
+        },
+        inference={
+            "python": inference_python(),
+            "model": served,
+            "load_format": "dummy",
+            "gpus": (inference_gpu,) if cuda else (),
+            "max_model_len": max_model_len
+            or (8192 if cuda and SHAPES[shape][1] != "tiny" else 512),
+            "max_num_seqs": max_num_seqs,
+            "gpu_memory_utilization": 0.05 if kv_cache else 0.4 if shared else 0.85,
+            "enforce_eager": is_eager(device),
+            "extra_args": options,
+            **transport,
+        },
     )
 
 
@@ -199,10 +199,9 @@ def restart_orchestrator(cluster: Cluster, *, pause_mode: PauseMode, mode: Publi
     with it, as after a crash; its nodes live on.
     """
     node = cluster.launcher.nodes["orchestrator"]
-    argv, was = list(node.argv), node.pid
-    for flag, value in (("--pause-mode", pause_mode), ("--mode", mode)):
-        argv[argv.index(flag) + 1] = value
-    node.argv = argv
+    was = node.pid
+    for key, value in (("pause_mode", pause_mode), ("mode", mode)):
+        node.argv = [*node.argv, "--set", f"publication.{key}={value}"]
     node.kill()
     deadline_s = time.monotonic() + 60
     while node.pid == was or any(

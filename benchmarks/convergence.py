@@ -15,7 +15,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -26,7 +26,6 @@ import httpx
 from benchmarks.convergence_control import Task, job_prompts
 from benchmarks.harness import Case, Result, inference_python
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import (
     InitialSyncJob,
     KlSpec,
@@ -34,9 +33,9 @@ from orchestrator.protocol.messages import (
     OptimParams,
     TrainMergedJob,
 )
-from splice.cluster import Cluster, ClusterConfig
+from splice.cluster import Cluster
+from splice.run_file import RunFile
 from splice.smoke import rollouts
-from splice.smoke.config import SmokeConfig, check
 
 ARCHS = ("qwen3", "qwen3_moe")
 METRICS = {"reward": "share of the best", "kl": "nats", "logprob_gap": "nats"}
@@ -147,7 +146,7 @@ def merged_run(model: Path, *, seed: int, jobs: int, work: Path) -> Curve:
     of its own.
     """
     task = Task()
-    with Cluster(_cluster_config(model, seed=seed, work=work, task=task)) as cluster:
+    with Cluster(_run_file(model, seed=seed, work=work, task=task)) as cluster:
         cluster.client.run(InitialSyncJob())
         rewards = asyncio.run(_answer_ids(cluster.base_urls[0]))
         curve: Curve = {name: [] for name in METRICS}
@@ -170,17 +169,18 @@ def merged_run(model: Path, *, seed: int, jobs: int, work: Path) -> Curve:
     return curve
 
 
-def _cluster_config(model: Path, *, seed: int, work: Path, task: Task) -> ClusterConfig:
-    lora = LoraConfig(rank=task.rank, alpha=task.alpha)
-    config = SmokeConfig(
-        run_dir=work,
+def _run_file(model: Path, *, seed: int, work: Path, task: Task) -> RunFile:
+    return RunFile(
+        name="tiny",
         model=model,
-        trainer_python=Path(sys.executable),
-        inference_python=inference_python(),
-        lora=lora,
+        run_dir=work,
+        trainer={
+            "admission": "skip",
+            "lora": {"rank": task.rank, "alpha": task.alpha},
+            "seed": seed,
+        },
+        inference={"python": inference_python(), "load_format": "dummy"},
     )
-    cluster, _ = check(config)
-    return replace(cluster, trainer=cluster.trainer.model_copy(update={"seed": seed}))
 
 
 def _loss(task: Task) -> LossSpec:

@@ -34,7 +34,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 from benchmarks import clusters
 from benchmarks.harness import Case, Result, inference_python
@@ -42,17 +42,15 @@ from benchmarks.learning_task import Row, Task, read, reward, row, task_of
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import (
     FinetuningType,
-    InferenceConfig,
-    LoraConfig,
     Numerics,
     RoundingMode,
-    TrainerConfig,
 )
 from orchestrator.protocol.messages import InitialSyncJob, LossSpec, OptimParams
 from splice.batches import Completion
-from splice.cluster import Cluster, ClusterConfig
+from splice.cluster import Cluster
 from splice.preflight import share_a_gpu
 from splice.rl import Loop, LoopConfig, SamplingConfig
+from splice.run_file import RunFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,51 +208,43 @@ def _loop_config(arm: Arm, task: Task) -> LoopConfig:
     )
 
 
-def _cluster_config(arm: Arm, run: Run) -> ClusterConfig:
+def _cluster_config(arm: Arm, run: Run) -> RunFile:
     device, task, model = run.device, run.task, run.model
     cuda = device == "cuda"
     trainer_gpu, inference_gpu = clusters.gpus() if cuda else (0, 1)
     shared = share_a_gpu((trainer_gpu,), [(inference_gpu,)])
-    transport: Literal["nccl", "tcp"] = "nccl" if cuda and not shared else "tcp"
-    dtype: Literal["bfloat16", "float32"] = "bfloat16" if cuda else "float32"
-    trainer = TrainerConfig(
-        model=model,
-        admission="skip",
-        device="cuda" if cuda else "cpu",
-        dtype=dtype,
-        finetuning_type=arm.finetuning_type,
-        lora=LoraConfig(rank=task.rank, alpha=task.alpha),
-        rounding=arm.rounding,
-        numerics=arm.numerics,
-        transport=transport,
-        micro_batch_tokens=task.micro_batch_tokens,
-        seed=run.seed,
-    )
+    transport = {"transport": "nccl" if cuda and not shared else "tcp"}
     # Of several servers on a GPU each says how much it takes: none can measure what is free.
     memory = ("--kv-cache-memory-bytes", str(2**31)) if cuda else ()
-    inference = InferenceConfig(
+    keeps_all = bool(os.environ.get("SPLICE_BENCH_RESCORED"))
+    return RunFile(
+        name="learning",
         model=model,
-        name="learning",
-        device="cuda" if cuda else "cpu",
-        dtype=dtype,
-        load_format="dummy",
-        gpus=(inference_gpu,) if cuda else (),
-        transport=transport,
-        max_model_len=1024 if cuda else 512,
-        max_num_seqs=2 * task.num_prompts * task.group_size,
-        gpu_memory_utilization=0.06 if cuda else 0.85,
-        enforce_eager=clusters.is_eager(device),
-        extra_args=(*memory, *arm.vllm_args),
-    )
-    return ClusterConfig(
         run_dir=run.work / "run",
-        name="learning",
-        trainer_python=Path(sys.executable),
-        inference_python=inference_python(),
-        trainer=trainer,
-        inference=(inference,),
-        trainer_gpus=(trainer_gpu,) if cuda else (),
-        keep_versions=2 if not os.environ.get("SPLICE_BENCH_RESCORED") else 1 + task.steps,
+        device="cuda" if cuda else "cpu",
+        orchestrator={"keep_versions": 1 + task.steps if keeps_all else 2},
+        publication={"rounding": arm.rounding},
+        trainer={
+            "admission": "skip",
+            "finetuning_type": arm.finetuning_type,
+            "lora": {"rank": task.rank, "alpha": task.alpha},
+            "numerics": arm.numerics,
+            "micro_batch_tokens": task.micro_batch_tokens,
+            "seed": run.seed,
+            "gpus": (trainer_gpu,) if cuda else (),
+            **transport,
+        },
+        inference={
+            "python": inference_python(),
+            "load_format": "dummy",
+            "gpus": (inference_gpu,) if cuda else (),
+            "max_model_len": 1024 if cuda else 512,
+            "max_num_seqs": 2 * task.num_prompts * task.group_size,
+            "gpu_memory_utilization": 0.06 if cuda else 0.85,
+            "enforce_eager": clusters.is_eager(device),
+            "extra_args": (*memory, *arm.vllm_args),
+            **transport,
+        },
     )
 
 

@@ -31,7 +31,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -75,16 +74,14 @@ def run(*, device: str, small: bool) -> list[Case]:
         count = int(os.environ.get("SPLICE_BENCH_PROMPTS", PROMPTS[device]))
         with TemporaryDirectory(prefix="splice-bench-") as name:
             folder = Path(name)
-            cluster_config = replace(
-                clusters.cluster_config(
-                    shape,
-                    folder,
-                    device=device,
-                    lora=lora,
-                    max_num_seqs=max(64, GROUP_SIZE * count),  # as `max_in_flight`
-                    pause_mode=cast(PauseMode, pause_mode),  # PublicationConfig checks it
-                    micro_batch_tokens="auto",
-                ),
+            cluster_config = clusters.cluster_config(
+                shape,
+                folder,
+                device=device,
+                lora=lora,
+                max_num_seqs=max(64, GROUP_SIZE * count),  # as `max_in_flight`
+                pause_mode=cast(PauseMode, pause_mode),  # PublicationConfig checks it
+                micro_batch_tokens="auto",
                 keep_versions=3,
             )
             with turns.started(Cluster(cluster_config)) as cluster, turns.alone():

@@ -51,8 +51,9 @@ from orchestrator.protocol.messages import (
     PublishJob,
     ResyncJob,
 )
-from splice.cluster import Cluster, ClusterConfig
+from splice.cluster import Cluster
 from splice.preflight import read_model_config
+from splice.run_file import RunFile
 
 STOCK = "stock pause and resume"
 PAUSES = ("keep", "keep_kv", "wait", "abort")
@@ -275,7 +276,7 @@ def _cases(name: str, seen: Seen, stock: Seen, settings: dict[str, Any]) -> list
 
 
 def _ours(
-    config: ClusterConfig,
+    config: RunFile,
     load: Load,
     model: Path,
     ways: Sequence[tuple[PauseMode, PublicationMode]],

@@ -15,7 +15,6 @@ only, with vLLM 0.28 or newer.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -48,10 +47,9 @@ def run(*, device: str, small: bool) -> list[Case]:
             device=device,
             lora=lora,
             max_num_seqs=loop.GROUP_SIZE * prompts,
+            vllm=FLAGS,
         )
-        server = wanted.inference[0]
-        server = server.model_copy(update={"extra_args": (*server.extra_args, *FLAGS)})
-        with turns.started(Cluster(replace(wanted, inference=(server,)))) as cluster, turns.alone():
+        with turns.started(Cluster(wanted)) as cluster, turns.alone():
             cluster.client.run(InitialSyncJob())
             without, replayed = (
                 loop.first_steps(

@@ -26,7 +26,6 @@ SPLICE_BENCH_STREAMS how many requests run at any time (4).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import os
 import random
@@ -111,10 +110,13 @@ def _soak(
 ) -> Seen:
     """`jobs` jobs, or as many as fit into `hours` if that is not 0."""
     seen, dice = Seen(), random.Random(0)
-    config = dataclasses.replace(
-        clusters.cluster_config("tiny", folder, device=device, max_num_seqs=2 * count),
+    config = clusters.cluster_config(
+        "tiny",
+        folder,
+        device=device,
+        max_num_seqs=2 * count,
         keep_versions=2,
-        trainer_restarts=10**6,
+        max_restarts=10**6,
     )
     with Cluster(config) as cluster:
         cluster.client.run(InitialSyncJob())
@@ -230,7 +232,7 @@ def _held(cluster: Cluster) -> dict[str, int]:
         held[f"{node}_bytes"] = 0 if pid is None else memory.process_tree(pid)()
         held[f"{node}_descriptors"] = sum(_count(p.num_fds) for p in _processes(cluster, node))
         held[f"{node}_threads"] = sum(_count(p.num_threads) for p in _processes(cluster, node))
-    run_dir = cluster.config.run_dir
+    run_dir = cluster.run.run_dir
     held["journal_bytes"] = sum(p.stat().st_size for p in run_dir.glob("journal.sqlite*"))
     held["run_dir_bytes"] = sum(p.stat().st_size for p in run_dir.rglob("*") if p.is_file())
     return held

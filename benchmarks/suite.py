@@ -99,8 +99,8 @@ def _cluster(name: str, benchmark: str, limit_s: float, **env: str) -> Task:
 
 
 SMOKE = (
-    "{python} -m splice smoke --device cuda --trainer-gpus {trainer} --inference-gpus {inference} "
-    "--inference-python {inference_python} --report {out}"
+    "{python} -m splice smoke --set device=cuda --set trainer.gpus=[{trainer}] "
+    "--set inference.gpus=[{inference}] --set inference.python={inference_python} --report {out}"
 )
 LARGE = (
     "{python} -m trainer_node.tools.make_checkpoint "
@@ -153,7 +153,8 @@ TASKS = (
         gpus=2,
         limit_s=400,
         by_number=True,
-        command=f"sh -c '{LARGE} && {SMOKE} --model {{out}}.model --random-init --no-proof'",
+        command=f"sh -c '{LARGE} && {SMOKE} --model {{out}}.model "
+        "--set trainer.init=random --no-proof'",
     ),
     _cluster("sync-30b-a3b", "sync", 600, SPLICE_BENCH_SYNC="30b-a3b/lora-all,30b-a3b/lora-attn"),
     _cluster("sync-8b", "sync", 300, SPLICE_BENCH_SYNC="8b/lora-all"),

@@ -31,7 +31,7 @@ EXIT_FAILED = 3
 
 
 def main() -> int:
-    """Run the node until it is told to end; the exit code says why it ended."""
+    """Run the node until `Shutdown`; the exit code says why it ended."""
     parser = argparse.ArgumentParser(
         prog="inference_node", description="Supervise one vLLM server for a splice run"
     )
@@ -80,7 +80,7 @@ def _run(endpoint: str, node_id: str, config_file: Path) -> None:
 
 
 def _leave(number: int, _: object) -> None:
-    # Once: a second signal must not interrupt the clean-up, which has deadlines of its own.
+    # Once: a second signal must not interrupt the clean-up, which has its own deadlines.
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_IGN)
     raise SystemExit(128 + number)

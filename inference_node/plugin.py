@@ -1,6 +1,6 @@
 """Entry point of `vllm.general_plugins`: vLLM calls `register` in each of its processes.
 
-It registers the weight-transfer engine "splice", and mends rotary embeddings on the CPU. In
+It registers the weight-transfer engine "splice", and repairs rotary embeddings on the CPU. In
 processes that our node started, it also asks the kernel to end the process with its parent, because
 an EngineCore otherwise outlives a killed API server.
 """
@@ -17,7 +17,7 @@ from orchestrator.processes.parent import die_with_parent
 
 
 def register() -> None:
-    """Register the engine and mend vLLM; safe to call any number of times."""
+    """Register the engine and repair vLLM; safe to call any number of times."""
     if SUPERVISED in os.environ:
         die_with_node()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -26,10 +26,10 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             ENGINE_NAME, "inference_node.worker.engine", "SpliceEngine"
         )
-    mend_rotary_on_cpu()
+    repair_rotary_on_cpu()
 
 
-def mend_rotary_on_cpu() -> None:
+def repair_rotary_on_cpu() -> None:
     """Rotate queries and keys of three dimensions with vLLM's own PyTorch code.
 
     The CPU kernel of 0.32 takes such a tensor for one head and ignores its strides. MLA with plain
@@ -54,7 +54,7 @@ def mend_rotary_on_cpu() -> None:
 
 
 def die_with_node() -> None:
-    """SIGKILL this process when its parent ends; at once if it has ended already."""
+    """SIGKILL this process when its parent ends, or now if it has ended already."""
     die_with_parent()
     # A parent with pid 1 adopts orphans, unless our node is pid 1 itself, as in a container.
     if os.getppid() == 1 and os.environ.get(SUPERVISED) != "1":

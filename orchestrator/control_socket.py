@@ -54,7 +54,7 @@ def check_bind_address(endpoint: str, *, has_keys: bool) -> None:
     if not loopback and not has_keys:
         raise ConfigError(
             f"{endpoint} reaches beyond loopback; run `splice keys DIR` and pass "
-            "--curve-dir DIR/orchestrator, or bind 127.0.0.1"
+            "orchestrator.curve_dir = DIR/orchestrator, or bind 127.0.0.1"
         )
 
 

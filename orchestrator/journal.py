@@ -69,7 +69,7 @@ class Journal:
     def __init__(self, path: Path, *, run_token: str, name: str) -> None:
         self._path = path
         self._batches = path.with_name("batches")
-        self._spent: list[Path] = []  # files of jobs that ended in the open transaction
+        self._spent: list[str] = []  # files of jobs that ended in the open transaction
         with self._errors_named():
             self._open(run_token=run_token, name=name)
 
@@ -162,20 +162,22 @@ class Journal:
                 "Check the disk, then restart with --resume."
             ) from error
 
-    def _batch(self, job_id: str) -> Path:
-        return self._batches / hashlib.sha256(job_id.encode()).hexdigest()
+    def _batch(self, job_id: str) -> str:
+        # No `Path`: it interns each name, which Python 3.12 keeps for good.
+        return f"{self._batches}/{hashlib.sha256(job_id.encode()).hexdigest()}"
 
     def _drop_spent(self) -> None:
         while self._spent:
             with contextlib.suppress(OSError):  # the next start removes it instead
-                self._spent.pop().unlink(missing_ok=True)
+                os.unlink(self._spent.pop())
 
     def drop_stray_batches(self) -> None:
         """Remove files of jobs that ended or were never added. Call it at the start, before any
         write."""
         wanted = {self._batch(job_id) for job_id in self.unfinished_jobs()}
         if self._batches.is_dir():
-            self._spent = [path for path in self._batches.iterdir() if path not in wanted]
+            there = map(str, self._batches.iterdir())
+            self._spent = [path for path in there if path not in wanted]
             self._drop_spent()
 
     def add_job(

@@ -47,7 +47,8 @@ MOST_KILLS = 2
 CHANGES_STATE = frozenset(
     {"TrainMerged", "TrainLora", "ForwardBackward", "OptimStep", "LoadAdapter", "NewAdapter"}
 )
-"""Requests after which nobody knows what the trainer holds, if they are given up."""
+"""Requests after which nobody knows what the trainer holds, if they are given up. Their failure
+drops pending gradients, and no other's does."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,7 +146,7 @@ class TrainerMemory:
         self.steps, self.pending, self.saving = self.steps + count, 0, ""
 
     def failed(self, code: str, *, steps_taken: int) -> None:
-        """Note a failed request.
+        """Note a failed request that may change the state.
 
         A refused request changed nothing. A later failure dropped the pending gradients. Earlier
         steps remain, also those that could not be saved.
@@ -252,7 +253,7 @@ class TrainerRequests:
             TrainerKilled: the trainer's process ended in this request for the second time.
             NodeLost: the trainer did not come back, or work was lost that cannot be repeated.
         """
-        has_begun = False
+        has_begun, changes_state = False, request.kind in CHANGES_STATE
 
         def on_progress(_: str, progress: Progress) -> None:
             nonlocal has_begun
@@ -279,9 +280,9 @@ class TrainerRequests:
             except JobFailed as error:
                 if error.is_answer:
                     self.memory.saving = ""
-                elif request.kind in CHANGES_STATE:
+                elif changes_state:
                     self.memory.uncertain = incarnation
-                if self.memory.incarnation == incarnation:
+                if changes_state and self.memory.incarnation == incarnation:
                     self.memory.failed(error.code, steps_taken=error.steps_taken)
                 raise
             except NodeLost as error:
@@ -289,7 +290,7 @@ class TrainerRequests:
                     self._count_kill(request, phase, error)
                 # Its state is lost only if a new process joins. This one may be silent and at work.
                 if attempt == self._attempts or (self.memory.unsaid and not replaces_state):
-                    if is_sent and request.kind in CHANGES_STATE:
+                    if is_sent and changes_state:
                         self.memory.uncertain = incarnation
                         self._remember()
                     raise

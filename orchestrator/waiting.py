@@ -30,16 +30,22 @@ def describe(missing: Mapping[str, str], *, endpoint: str) -> str:
     """
     said = [
         f"{node} is {_STATES.get(state, state)}"
-        + (f": start it with `{_command(node)} --endpoint {endpoint}`" if state == ABSENT else "")
+        + (f": start it with `{_command(node)}`" if state == ABSENT else "")
         for node, state in missing.items()
     ]
+    if ABSENT in missing.values():
+        said.append(
+            f"A host that does not see the run's folder needs SPLICE_ENDPOINT={endpoint} and "
+            "SPLICE_RUN_TOKEN"
+        )
     return ". ".join(said)
 
 
 def _command(node: str) -> str:
     if node.startswith("trainer"):
-        return "splice trainer --config trainer.json"
-    return f"python -P -m inference_node --node-id {node} --config inference.json"
+        return "splice trainer run.toml"
+    index = node.rpartition("-")[2]
+    return f"splice inference run.toml --index {index if index.isdigit() else 'K'}"
 
 
 class Waiting:

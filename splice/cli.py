@@ -12,9 +12,8 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -24,6 +23,7 @@ from orchestrator.config import OrchestratorConfig
 from orchestrator.errors import ConfigError, JournalError, SpliceError
 from orchestrator.processes.logs import log_to_stderr
 from orchestrator.processes.python import python_command, python_environment
+from orchestrator.protocol.config import Device
 from orchestrator.protocol.curve import make_keys
 from orchestrator.protocol.messages import check_node_id
 from orchestrator.server import Orchestrator
@@ -52,13 +52,7 @@ InferencePython = Annotated[Path, typer.Option(help="Interpreter of the inferenc
 _HERE = Path(sys.executable)
 _INFERENCE = inference_python()
 _FOLDER = Path()
-
-
-class Arch(StrEnum):
-    """Architectures of the tiny models."""
-
-    QWEN3 = "qwen3"
-    QWEN3_MOE = "qwen3_moe"
+Arch = Literal["qwen3", "qwen3_moe"]
 
 
 def _print_version(wanted: bool) -> None:
@@ -89,7 +83,7 @@ def smoke(
     ] = None,
     arch: Annotated[
         Arch, typer.Option(help="Which tiny model to make, on first use.")
-    ] = Arch.QWEN3_MOE,
+    ] = "qwen3_moe",
     steps: Annotated[
         int, typer.Option(min=1, help="TrainMerged jobs, so the last version is name@STEPS.")
     ] = 2,
@@ -246,15 +240,13 @@ def trainer(
 @app.command()
 def doctor(
     role: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="trainer, inference or orchestrator; repeat it. Default: what is installed."
-        ),
+        list[doctoring.NodeRole] | None,
+        typer.Option(help="Repeat it. Default: what is installed."),
     ] = None,
     python: Annotated[Path, typer.Option(help="Interpreter of the environment to judge.")] = _HERE,
     device: Annotated[
-        str, typer.Option(help="cpu or cuda. Default: cuda where the host has GPUs.")
-    ] = "",
+        Device | None, typer.Option(help="Default: cuda where the host has GPUs.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check this host's GPUs and one environment's package versions for a role.
@@ -264,11 +256,8 @@ def doctor(
     console = _console()
     gpus = doctoring.list_gpus()
     try:
-        if device not in ("", "cpu", "cuda"):
-            raise ConfigError(f"--device is cpu or cuda, got {device!r}")
-        roles = [_role(text) for text in role or ()]
-        on_gpus = device == "cuda" or (not device and bool(gpus))
-        findings = doctoring.diagnose(python=python, roles=roles, on_gpus=on_gpus)
+        on_gpus = device == "cuda" or (device is None and bool(gpus))
+        findings = doctoring.diagnose(python=python, roles=role or (), on_gpus=on_gpus)
     except ConfigError as error:
         _die(console, error)
     fits = all(f.ok for f in findings) and (device != "cuda" or bool(gpus))
@@ -302,13 +291,6 @@ def _print_findings(
         )
     if not gpus:
         console.print("no GPUs: nvidia-smi lists none", highlight=False)
-
-
-def _role(text: str) -> doctoring.NodeRole:
-    for role in doctoring.ROLES:
-        if text == role:
-            return role
-    raise ConfigError(f"--role is {', '.join(doctoring.ROLES)}; got {text!r}")
 
 
 @app.command()
@@ -396,7 +378,7 @@ def keys(
         make_keys(directory, hosts=hosts)
     except (ConfigError, OSError) as error:
         _die(Console(stderr=True), error)
-    typer.echo(f"Start the orchestrator with --curve-dir {directory / 'orchestrator'}.")
+    typer.echo(f"Set orchestrator.curve_dir to {directory / 'orchestrator'}.")
     for host in hosts:
         typer.echo(
             f"Copy {directory / host} to the host of {host}, and set SPLICE_CURVE_DIR to it there."
@@ -414,10 +396,10 @@ def _die(console: Console, error: Exception) -> NoReturn:
 
 
 def _tiny_model(arch: Arch, console: Console) -> Path:
-    path = MODELS / f"tiny-{arch.value.replace('_', '-')}"
+    path = MODELS / f"tiny-{arch.replace('_', '-')}"
     if not (path / "config.json").exists():
-        console.print(f"making the tiny {arch.value} checkpoint in {path}")
-        make = ("-m", "trainer_node.tools.make_checkpoint", "--arch", arch.value, "--out", path)
+        console.print(f"making the tiny {arch} checkpoint in {path}")
+        make = ("-m", "trainer_node.tools.make_checkpoint", "--arch", arch, "--out", path)
         done = subprocess.run(
             python_command(_HERE, *make),
             env=python_environment(os.environ),

@@ -42,9 +42,11 @@ from typing import (
     cast,
 )
 
+from pydantic import ValidationError
+
 from orchestrator.errors import ConfigError, ErrorCode, JobFailed, ProtocolError
 from orchestrator.protocol.curve import PeerKeys
-from orchestrator.protocol.frames import Envelope
+from orchestrator.protocol.frames import Envelope, briefly
 from orchestrator.protocol.messages import (
     FORWARD_TENSORS,
     OPTIONAL_FORWARD_TENSORS,
@@ -688,10 +690,17 @@ def _result(job: JobOf[Result], outcome: Envelope) -> Result:
 
     Raises:
         JobFailed: the job failed or was cancelled.
+        ProtocolError: its result has other fields.
     """
     message = outcome.message
     if isinstance(message, Completed):
-        return job.result_type.of(message, outcome.buffers)
+        try:
+            return job.result_type.of(message, outcome.buffers)
+        except ValidationError as error:
+            raise ProtocolError(
+                f"the result is not a {job.result_type.__name__}: {briefly(error)}; client and "
+                "orchestrator may be of different versions of splice"
+            ) from error
     if isinstance(message, Failed):
         raise JobFailed(
             code=message.code,

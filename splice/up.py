@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -67,6 +68,8 @@ ROUTER_RESTARTS = 5
 LOOK_S, STATUS_S = 10.0, 2.0
 """Time between two looks at the served version, and for the orchestrator to answer one."""
 POLL_S = 0.2
+TOKEN_CHARS = 16
+"""Shortest run token that a user may choose."""
 END_S = 15.0
 """Time between a node's orderly end and the orchestrator's."""
 SERVED_S = 600.0
@@ -90,7 +93,7 @@ def check(run: RunFile) -> None:
         )
     check_bind_address(run.orchestrator.endpoint, has_keys=False)
     for role, section in (("trainer", run.trainer), ("inference", run.inference)):
-        if not section.python.exists():
+        if shutil.which(section.python) is None:
             raise ConfigError(f"{role}.python: no interpreter at {section.python}")
     model_config = read_model_config(run.trainer.model)
     if run.trainer.init == "hf" and not any(run.trainer.model.glob("*.safetensors")):
@@ -206,12 +209,19 @@ def refuse_used(run: RunFile, *, resume: bool) -> None:
 
 
 def some_token(run_dir: Path) -> str:
-    """Return the token of the run in this folder, or that of the environment, or a new one."""
+    """Return the token of the run in this folder, or that of the environment, or a new one.
+
+    Raises:
+        ConfigError: that of the environment is too short.
+    """
     path = run_dir / "token"
     kept = path.read_text().strip() if path.exists() else ""
     # A power loss may leave an empty file; the journal has it for sure.
     kept = kept or kept_token(run_dir / "journal.sqlite")
-    return kept or os.environ.get(TOKEN) or secrets.token_hex(16)
+    given = os.environ.get(TOKEN, "")
+    if not kept and given and len(given) < TOKEN_CHARS:
+        raise ConfigError(f"{TOKEN} has {len(given)} characters; at least {TOKEN_CHARS} are needed")
+    return kept or given or secrets.token_hex(16)
 
 
 def wait_until_up(

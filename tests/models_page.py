@@ -77,13 +77,13 @@ MORE = """
 Rows are tiny variants: DeepSeek-V2, V2-Lite and MiniMax-M2 as published are refused, [see
 below](#refused-with-the-reason).
 
-LoRA: `-`: adapters go through `tests/e2e` alone. `all`: every linear of the decoder layers, experts included, routers not. `attention`: linears
+LoRA: `-`: adapters go only through `tests/e2e`. `all`: every linear of the decoder layers, experts included, routers not. `attention`: linears
 outside the experts; the experts of this family are one tensor, and a target names it
 (`experts.down_proj`). Slower part: what takes the [other path](#fused-and-other-paths) on a CPU, as
 the tests of adapters see it. Over ranks: tp tensor, pp pipeline, cp context, ep expert, etp expert
 tensor, dp data parallelism.
 
-vLLM on a CPU: its gated delta rule takes `bf16` alone there. Those log-probs are compared with a fresh
+On a CPU, vLLM runs the gated delta rule only in bf16. Those log-probs are compared with a fresh
 vLLM's, which loaded the same weights, and are equal to the bit. MiniMax-M2's live tensors are verified, but
 no log-probs.
 
@@ -95,15 +95,15 @@ proof says so. The 0.5B learned in [loops](convergence.md) on GPUs.
 
 Models that see (Gemma 3, Qwen3.5) train their language part on text. The towers stay as they are
 and are published with it. A token of an image is refused (`tests/trainer_node/hf/sees.py`). A tiny Gemma 3 with
-its tower goes to a real vLLM (`tests/inference_node/worker/test_families.py`). Qwen3.5 went there as its text class
-alone, on GPUs too: vLLM's class with its tower wants torchvision.
+its tower goes to a real vLLM (`tests/inference_node/worker/test_families.py`). Qwen3.5 went there only as its text
+class, on GPUs too: vLLM's class with its tower wants torchvision.
 
 ## Fused and other paths
 
 | what | when | else |
 | --- | --- | --- |
 | experts and their adapters in a few grouped products | SwiGLU without bias, experts whole on a rank, no adapter dropout | Megatron's grouped linears |
-| each HF tensor sent from where it lies in Megatron's parameters | it is an arrangement of a parameter's elements | Bridge's export of that tensor (the norm of gated delta rules) |
+| each HF tensor sent from its place in Megatron's parameters | it is an arrangement of a parameter's elements | Bridge's export of that tensor (the norm of gated delta rules) |
 | attention with sinks (gpt-oss) fused, on GPUs | cuDNN 9.18 or newer; the trainer's lock has 9.19 | TransformerEngine's unfused attention, slow and in much memory |
 | gated delta rules (Qwen3-Next, Qwen3.5) in Triton, on GPUs | flash-linear-attention's kernels have a backward pass: on Hopper with tilelang and `nvcc` (both in the trainer's lock), or Triton 3.7.1 | chunks in torch, slower |
 | a received tensor placed directly in vLLM's parameter | vLLM's loader only copies | vLLM's reload of that layer |
@@ -124,7 +124,7 @@ reloads.
 | layers without experts in other places than the first (`mlp_layer_types`) | Bridge builds another pattern |
 | weights in GPTQ, AWQ, bitsandbytes or another quantisation than [block-scaled FP8](fp8.md) | the trainer reads bf16 |
 | Gemma 2 | its logits have a softcap, and its attention takes no packs |
-| images and sound, and a model whose language part is no architecture of its own (Qwen2.5-VL) | the trainer trains [language parts](#families-under-test), on text |
+| images and sound, and a model whose language part is not an architecture by itself (Qwen2.5-VL) | the trainer trains [language parts](#families-under-test), on text |
 | heads that predict further tokens | they are neither trained nor exported |
 | DeepSeek-V2 with YaRN's `mscale` (as published), MiniMax-M2 with `rotary_dim` (as published), Gemma 1 with `hidden_act: "gelu"` | transformers 5.12.1 computes these otherwise than Megatron, and the check goes by transformers |
 | expert groups that are not ranked by the best 2 scores (DeepSeek-V3) or the best 1 (V2, with softmax) | Megatron ranks them by `num_experts_per_tok / topk_group` scores: 8 / 4 in V3; 6 / 3 in a V2 is refused |

@@ -41,10 +41,10 @@ _Use = tuple[str | None, torch.cuda.Event]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendReport:
-    """What was sent. `digests_N` is int64 on the CPU, in manifest order.
+    """Report of a send. `digests_N` is int64 on the CPU, in manifest order.
 
     `seconds` that the sending thread spent: "fill", "digest", "wire" (waiting for the groups),
-    "total". On CUDA "fill" and "digest" only queue work, which then runs beside the wire.
+    "total". On CUDA "fill" and "digest" only queue work.
     """
 
     digests_N: torch.Tensor
@@ -55,7 +55,7 @@ class SendReport:
 def usual_bytes(sizes: Sequence[int], *, at_once: int) -> int:
     """The largest size that `at_once` chunks have. Pure.
 
-    A wide layer's matrix is a chunk of its own, and there are many. An embedding and a head are
+    A wide layer's matrix is a separate chunk, and there are many. An embedding and a head are
     larger, but few.
     """
     return sorted(sizes, reverse=True)[min(at_once, len(sizes)) - 1]
@@ -266,7 +266,7 @@ class ChunkSender:
         return uses
 
     def _digest(self, k: int, digests_N: torch.Tensor) -> list[_Use]:
-        """Digest chunk k's bytes from the ring, beside the wire."""
+        """Digest chunk k's bytes from the ring, at the same time as the wire."""
         if self._streams is None:
             PreparedDigest(self._views(k), rows=self._chunks[k]).launch(digests_N)
             return []
@@ -284,7 +284,7 @@ class ChunkSender:
         """Whether the host waits before it queues chunk k.
 
         With several groups it waits for chunk k's place. A broadcast of one group must not be
-        queued behind that of another: NCCL's abort waits for its own group's kernels, and the dead
+        queued after that of another: NCCL's abort waits for its own group's kernels, and the dead
         replica's group may come later.
         """
         if len(self._groups) > 1 and self._uses_of_place(k):
@@ -292,7 +292,7 @@ class ChunkSender:
         return len(self._busy) >= QUEUED_CHUNKS
 
     def _uses_of_place(self, k: int) -> list[torch.cuda.Event]:
-        """Events behind which no earlier chunk occupies chunk k's place in the ring."""
+        """Events after which no earlier chunk occupies chunk k's place in the ring."""
         if self._is_resident[k]:
             return []
         first, end = self._places[k], self._places[k] + self._nbytes[k]
@@ -330,7 +330,7 @@ class ChunkSender:
 
 @functools.cache
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """For fills and for digests. What a failed send has left on them ends before another begins."""
+    """Streams for fills and for digests. Work that a failed send has left there ends first."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 

@@ -77,7 +77,7 @@ _copies = Launches(_copy_kernel)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """What launches have in common."""
+    """Properties that all boxes of one launch share."""
 
     width: int
     """Bytes of an element."""

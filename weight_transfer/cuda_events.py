@@ -11,10 +11,10 @@ from orchestrator.errors import TransferTimeout
 
 FIRST_POLL_S, LAST_POLL_S = 0.00002, 0.002
 SHARE_OF_WAIT = 1 / 8
-"""A poll comes at most this share of the wait too late.
+"""Largest delay of a poll, as a share of the wait.
 
 A chunk takes half a millisecond on the wire. Polls that double would notice its end up to as long
-afterwards, and the wire would stand still meanwhile.
+afterwards, and the wire would be idle in between.
 """
 QUEUED_CHUNKS = 16
 """Chunks of an update that the host queues ahead of the wire, on either side.
@@ -26,8 +26,7 @@ without a deadline.
 WIRE_PRIORITY = -1
 """Priority of a CUDA stream with NCCL's kernels.
 
-These kernels wait for the other end, so they run before the merges, copies and digests queued
-beside them.
+These kernels wait for the other end, so they run before queued merges, copies and digests.
 """
 
 

@@ -44,7 +44,7 @@ def _finalised(x):
 
 @triton.jit
 def _terms(bits, index, BYTES: tl.constexpr):
-    """Of elements, from their bits (uint64) and their indices in the HF tensor (int64)."""
+    """The terms of elements, from bits (uint64) and indices in the HF tensor (int64)."""
     index = index.to(tl.uint64, bitcast=True)
     if BYTES > 2:
         return _finalised((bits * SPREAD) ^ ((index + 1) * GOLDEN)).to(tl.int64, bitcast=True)
@@ -130,7 +130,7 @@ def _prepared_kernel(
     columns = tl.load(entry + 3)
     row_memory = tl.load(entry + 4)
     if ALIGN > 1:
-        # 16-byte loads: so many units are 16 bytes, and divide the columns and the row's stride.
+        # 16-byte loads: ALIGN units have 16 bytes; it divides the columns and the row's stride.
         pointer = tl.multiple_of(pointer, 16)
         columns = tl.multiple_of(columns, ALIGN)
         row_memory = tl.multiple_of(row_memory, ALIGN)
@@ -185,19 +185,19 @@ class _Kind:
 
     size: int
     unit: int
-    """Bytes that are read at once: a word's, or an element's."""
+    """Bytes of one read: a word's, or an element's."""
     is_dense: bool
     align: int
     tile: tuple[int, int]
 
     @property
     def elements(self) -> int:
-        """Of a unit."""
+        """Number of elements in a unit."""
         return self.unit // self.size
 
     @staticmethod
     def of(box: Box, address: int, at: int, size: int) -> _Kind:
-        """Of a box at an address, whose first element has index `at`."""
+        """The kind of a box at an address, whose first element has index `at`."""
         is_dense, per = box.column[0] == 1, 8 // size
         places = (box.columns, at, *box.row)
         is_whole = box.column == (1, 1) and not any(n % per for n in places)

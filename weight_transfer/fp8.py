@@ -60,7 +60,7 @@ def per_block(weights_TOI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def per_block_by_torch(weights_TOI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `per_block`, with torch's divisions: on CUDA the second one differs from vLLM's."""
+    """Quantise with torch's divisions: on CUDA the second one differs from vLLM's."""
     count, height, width = weights_TOI.shape
     rows, columns = -(-height // FP8_BLOCK), -(-width // FP8_BLOCK)
     padding = (0, columns * FP8_BLOCK - width, 0, rows * FP8_BLOCK - height)

@@ -5,7 +5,7 @@ Imported only where Triton is installed.
 
 vLLM 0.26 to 0.32 compile these lines with TorchInductor. On CUDA it multiplies by the reciprocal of
 448, and its `1 / scale` is Triton's: PTX `div.full.f32`, off by up to 2 units in the last place. A
-weight beside a tie then rounds otherwise than torch's. `FAST` follows that, on the same
+weight next to a tie then rounds differently than with torch. `FAST` follows that, on the same
 instruction. Without `RECIPROCAL` and `FAST` both divisions are rounded, as on a CPU.
 
 Axes: T = tensors of one shape, O = out features, I = in features.
@@ -27,7 +27,7 @@ NUM_WARPS = 8
 
 @triton.jit
 def magnitude_bits(values):
-    """Bits of the magnitudes of fp32 values: integers in the same order, a NaN above all."""
+    """The absolute values' bit patterns as int32. They sort like the values; NaN sorts last."""
     return tl.abs(values).to(tl.int32, bitcast=True)
 
 
@@ -40,7 +40,7 @@ def block_scale(largest, RECIPROCAL: tl.constexpr):
 
 @triton.jit
 def inverse_of(scale, FAST: tl.constexpr):
-    """What a block's values are multiplied by."""
+    """The factor of a block's values."""
     return 1.0 / scale if FAST else tl.div_rn(1.0, scale)
 
 

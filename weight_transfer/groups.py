@@ -31,7 +31,7 @@ class TransferGroup(Protocol):
     def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event | None:
         """Copy rank 0's contiguous uint8 buffer into the others' buffers of the same size.
 
-        On CUDA the call may only queue the transfer behind the work of the current stream. It then
+        On CUDA the call may only queue the transfer after the work of the current stream. It then
         returns an event, and the buffer must live until that event. None: the transfer is done.
 
         Raises:
@@ -55,7 +55,7 @@ class GroupListener(Protocol):
 
     @property
     def rendezvous(self) -> Rendezvous:
-        """What the workers need to join."""
+        """Address and secret with which the workers join."""
 
     def join(self, deadline_s: float) -> TransferGroup:
         """Wait for all workers. A listener joins once; on failure it is closed.
@@ -79,7 +79,7 @@ def open_listener(
     """Open the trainer's end of a group.
 
     Args:
-        host: address of this process for the workers. tcp listens on it alone, on a port that the
+        host: address of this process for the workers. tcp listens on no other, on a port that the
             kernel chooses.
         world_size: 1 + workers.
         device: device of the buffers. nccl needs CUDA; tcp carries CUDA buffers through the host.

@@ -38,7 +38,7 @@ PROOF_S = 5.0
 MOST_UNPROVEN = 128
 """Connections that may be unproven at a time. One more drops the oldest."""
 POLL_S = 0.05
-"""How soon a join notices that its listener was closed."""
+"""Seconds within which a join notices that its listener was closed."""
 RETRY_S = 0.1
 
 
@@ -178,7 +178,7 @@ class Reception:
     def _accept(self) -> None:
         try:
             connection, _ = self._listening.accept()
-        except OSError:  # the peer is gone again
+        except OSError:  # the peer has disconnected
             return
         if len(self._unproven) >= MOST_UNPROVEN:
             self._drop(next(iter(self._unproven)))

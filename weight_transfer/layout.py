@@ -12,7 +12,7 @@ import torch
 from orchestrator.protocol.messages import DTYPE_BYTES, Dtype, Manifest, TensorSpec
 
 VECTOR_BYTES = 16
-"""What kernels read and write at once, where addresses allow it."""
+"""Bytes of one read or write of a kernel, where addresses allow it."""
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 
 

@@ -46,7 +46,7 @@ def _cupy_nccl() -> Any:
         ) from error
     if not nccl.available:
         raise ConfigError(
-            "cupy is installed but found no NCCL library; install nvidia-nccl-cu13 beside it"
+            "cupy is installed but found no NCCL library; install nvidia-nccl-cu13 next to it"
         )
     return nccl
 
@@ -65,7 +65,7 @@ def version_text(number: int) -> str:
 
 
 class NcclGroup:
-    """What both ends of a group over NCCL share: a stream, and the reason for the end.
+    """Base of both ends of a group over NCCL: a stream, and the reason for the end.
 
     Args:
         other_end: whom the text of a missed deadline names.
@@ -124,7 +124,7 @@ class NcclSenderGroup(NcclGroup):
             self.synchronize(self._recorded(), deadline_s=deadline_s)
 
     def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event:
-        """Queue the buffer on the group's stream, behind the current stream's work.
+        """Queue the buffer on the group's stream, after the current stream's work.
 
         See `TransferGroup.broadcast`.
         """
@@ -216,7 +216,7 @@ class NcclListener:
 
     @property
     def rendezvous(self) -> Rendezvous:
-        """What the workers need to join."""
+        """Address and unique id with which the workers join."""
         return self._rendezvous
 
     def join(self, deadline_s: float) -> NcclSenderGroup:

@@ -46,7 +46,7 @@ class SocketGroup:
         self._connections = dict(connections)
         self._reason: str | None = None
         self._host_B: torch.Tensor | None = None
-        """What CUDA buffers pass through; grows to the largest of them."""
+        """Host memory that CUDA buffers pass through; grows to the largest of them."""
         self._abort_lock, self._in_use = threading.Lock(), threading.Lock()
         for connection in self._connections.values():
             connection.setblocking(False)
@@ -189,7 +189,7 @@ class _Left:
 
 
 class SocketListener:
-    """The trainer's listening socket, on `host` alone and on a port that the kernel chooses."""
+    """The trainer's listening socket, only on `host` and on a port that the kernel chooses."""
 
     def __init__(self, *, host: str, world_size: int) -> None:
         """Bind and listen.
@@ -221,7 +221,7 @@ class SocketListener:
 
     @property
     def rendezvous(self) -> Rendezvous:
-        """What the workers need to join."""
+        """Address and secret with which the workers join."""
         return self._rendezvous
 
     def join(self, deadline_s: float) -> SocketGroup:
@@ -278,7 +278,7 @@ def _connect(rendezvous: Rendezvous, *, rank: int, deadline: float) -> socket.so
 
 @contextlib.contextmanager
 def _translated(doing: str) -> Iterator[None]:
-    """Raise the operating system's errors as ours; `doing` says what failed."""
+    """Turn the operating system's errors into transfer errors; `doing` says what failed."""
     try:
         yield
     except TransferError as error:

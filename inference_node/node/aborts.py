@@ -1,4 +1,4 @@
-"""Which update an `AbortUpdate` ends: the one under way, the one not yet committed, or a later one.
+"""The update that an `AbortUpdate` ends: the running one, the uncommitted one, or a later one.
 
 Aborts arrive on the link's thread, because the main thread is inside a call then. The main thread
 takes the reason when its call returns.
@@ -55,7 +55,7 @@ class Aborts:
         self.abort(message.reason)
 
     def abort(self, reason: str) -> None:
-        """End the update under way at once, through the workers' watchdogs."""
+        """End the running update at once, through the workers' watchdogs."""
         self._reasons.put(reason)
         running = self.running
         if running is not None:

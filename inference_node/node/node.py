@@ -86,6 +86,14 @@ class _Ended(Exception):
     """The node received Shutdown."""
 
 
+class _Refused(Exception):
+    """A request does not fit the node's state; vLLM was not asked."""
+
+    def __init__(self, text: str, remedy: str, *, code: ErrorCode = ErrorCode.NOT_READY) -> None:
+        super().__init__(text)
+        self.code, self.remedy = code, remedy
+
+
 @dataclass(slots=True, kw_only=True)
 class _UpdateRun:
     """A `ReceiveWeights` or `SwapWeights` under way, and what the orchestrator heard of it."""
@@ -124,7 +132,7 @@ class _UpdateRun:
 
 
 class InferenceNode:
-    """See the module. `run` until `Shutdown`; everything started is ended on every path.
+    """Supervises one vLLM server; see the module. `run` ends everything started, on every path.
 
     Raises from `run`:
         ConfigError, NodeLost: the node could not start, or lost its orchestrator for good.
@@ -284,6 +292,8 @@ class InferenceNode:
         except CallFailed as error:
             remedy = REMEDIES.get(error.code, REMEDIES[ErrorCode.INTERNAL])
             self._fail(message, error.code, phase, str(error), remedy)
+        except _Refused as error:
+            self._fail(message, error.code, phase, str(error), error.remedy)
         except NodeLost as error:
             self._on_lost(message, phase, error)
 
@@ -315,26 +325,23 @@ class InferenceNode:
                 self._poison(f"whether version {version} was committed is not known: {error}")
                 raise
             self._served = self._served.committed(version)
-            if version > self._newest:  # the run goes on
+            if version > self._newest:  # the run makes progress
                 self._newest = version
                 self._restarts.renew()
         elif not self._served.is_committed(version):
-            self._fail_not_received(message, version, "committing")
-            return
+            raise self._not_received(version)
         self._served = self._served.confirmed()
         self._aborts.settle()
         model = f"{self._config.name}@{version}"
         self._link.complete(message.request_id, result={"model": model})
 
-    def _fail_not_received(self, message: AnyMessage, version: int, phase: str) -> None:
+    def _not_received(self, version: int) -> _Refused:
         text = f"version {version} was not received here (received: {self._served.received})"
-        remedy = "Receive and verify the version first."
-        self._fail(message, ErrorCode.NOT_READY, phase, text, remedy)
+        return _Refused(text, "Receive and verify the version first.")
 
     def _check_canary(self, message: CheckCanary) -> None:
         if self._served.received != message.version:
-            self._fail_not_received(message, message.version, "checking the canary")
-            return
+            raise self._not_received(message.version)
         if self._served.is_serving:
             why = f"{self._config.name}@{self._served.version} was being served"
             self._link.complete(message.request_id, result={"skipped": why})
@@ -354,14 +361,11 @@ class InferenceNode:
 
     def _receive_weights(self, message: ReceiveWeights) -> None:
         if not self._served.is_planned:
-            text, remedy = "no manifest was planned here", "Send PrepareUpdate first."
-            self._fail(message, ErrorCode.NOT_READY, "receiving", text, remedy)
-            return
+            raise _Refused("no manifest was planned here", "Send PrepareUpdate first.")
         missing = self._served.why_no_base(message.base_version)
         if missing is not None:
-            remedy = "Publish the version whole."
-            self._fail(message, ErrorCode.BASE_MISSING, "receiving", missing, remedy)
-            return
+            code = ErrorCode.BASE_MISSING
+            raise _Refused(missing, "Publish the version whole.", code=code)
         is_shadow = message.mode == "shadow"
         run = self._begin(message)
         try:
@@ -371,7 +375,7 @@ class InferenceNode:
             return
         finally:
             self._aborts.running = None
-        arrived = self._served.arrived_beside if is_shadow else self._served.arrived
+        arrived = self._served.arrived_in_shadow if is_shadow else self._served.arrived
         self._served = arrived(message.version)
         run.complete(answer)
 
@@ -464,7 +468,7 @@ class InferenceNode:
         self._drop_shadow()
         serving = f"{self._config.name}@{self._served.version}"
         remedy = f"Nothing was changed, and {serving} is still served. Publish the version again."
-        phase = "receiving beside the live tensors"
+        phase = "receiving into shadow memory"
         self._fail(run.message, _code(error), phase, str(error), remedy)
 
     def _drop_shadow(self) -> None:
@@ -474,14 +478,12 @@ class InferenceNode:
             self._vllm.call("drop_shadow")
 
     def _swap_weights(self, message: SwapWeights) -> None:
-        if self._served.beside != message.version:
+        if self._served.in_shadow != message.version:
             text = (
-                f"version {message.version} is not beside the live tensors "
-                f"(beside them: {self._served.beside})"
+                f"version {message.version} is not in shadow memory "
+                f"(there: {self._served.in_shadow})"
             )
-            remedy = "Send PrepareShadow and ReceiveWeights first."
-            self._fail(message, ErrorCode.NOT_READY, "swapping", text, remedy)
-            return
+            raise _Refused(text, "Send PrepareShadow and ReceiveWeights first.")
         run = self._begin(message)
         try:
             swapped = self._pause_and_update(run)
@@ -514,9 +516,9 @@ class InferenceNode:
         if reason is None or not self._vllm.is_running:
             return
         try:
-            if self._served.beside is not None:
-                beside = self._served.beside
-                log.warning("version %d beside the live tensors is dropped: %s", beside, reason)
+            if self._served.in_shadow is not None:
+                version = self._served.in_shadow
+                log.warning("version %d in shadow memory is dropped: %s", version, reason)
                 self._drop_shadow()
             given_up = self._served.why_given_up(reason)
             if given_up is not None:
@@ -558,7 +560,7 @@ def refuse_unverified(workers: Sequence[dict[str, Any]], *, is_allowed: bool) ->
         raise ConfigError(f"{text}. An FP8 checkpoint cannot go without; serve the bf16 model")
     if not is_allowed:
         raise ConfigError(f"{text}. Set allow_unverified to publish without this proof")
-    log.warning("%s; published all the same, because allow_unverified is set", text)
+    log.warning("%s; splice publishes anyway, because allow_unverified is set", text)
 
 
 def _ready_detail(

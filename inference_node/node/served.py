@@ -1,11 +1,11 @@
-"""What a replica serves, and which version waits for its commit. Pure.
+"""A replica's state: what it serves, and which version waits for its commit. Pure.
 
     receive in place      ... -> received -> committed (confirmed at once)
-    receive beside, swap  ... -> beside -> received -> committed
+    receive, then swap    ... -> in shadow -> received -> committed
                                         -> committed, not yet confirmed: by a single replica itself
 
-A new update replaces whatever was received or beside. A poisoned replica serves nothing until its
-next commit.
+A new update replaces what was received before, in shadow memory too. A poisoned replica serves
+nothing until its next commit.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Served:
     """Why the replica serves nothing. None: it serves `version`."""
     received: int | None = None
     """The version whose verified live tensors wait for a commit."""
-    beside: int | None = None
-    """The version that waits beside the live tensors for its swap."""
+    in_shadow: int | None = None
+    """The version in shadow memory that waits for its swap."""
     unconfirmed: int | None = None
     """The version committed with its swap, until the orchestrator confirms it."""
     is_planned: bool = False
     """A manifest is planned."""
     has_part: bool = False
-    """Updates of the changed tensors alone are planned."""
+    """Updates of only the changed tensors are planned."""
 
     # ------------------------------------------------------------ questions
 
@@ -42,7 +42,7 @@ class Served:
     @property
     def is_undecided(self) -> bool:
         """Whether a version waits for the orchestrator."""
-        return (self.received, self.beside, self.unconfirmed) != (None, None, None)
+        return (self.received, self.in_shadow, self.unconfirmed) != (None, None, None)
 
     def is_committed(self, version: int) -> bool:
         """Whether `version` is served already."""
@@ -63,7 +63,7 @@ class Served:
         return None if self.has_part else "no partial update is planned; send PrepareUpdate first"
 
     def why_given_up(self, reason: str) -> str | None:
-        """What an abort between two requests poisons the replica with; None: nothing to give up."""
+        """The reason with which an abort between requests poisons the replica; None: none."""
         if self.received is not None:
             return f"version {self.received} was received but not committed: {reason}"
         if self.unconfirmed is not None:
@@ -80,22 +80,22 @@ class Served:
 
     def begun(self) -> Served:
         """An update begins; the one before it no longer counts."""
-        return replace(self, received=None, beside=None)
+        return replace(self, received=None, in_shadow=None)
 
     def arrived(self, version: int) -> Served:
         """The live tensors are those of `version`, verified."""
         return replace(self, received=version)
 
-    def arrived_beside(self, version: int) -> Served:
-        """All of `version` is beside the live tensors."""
-        return replace(self, beside=version)
+    def arrived_in_shadow(self, version: int) -> Served:
+        """All of `version` is in shadow memory."""
+        return replace(self, in_shadow=version)
 
     def dropped(self) -> Served:
-        """Nothing is beside the live tensors any more."""
-        return replace(self, beside=None)
+        """Shadow memory is empty."""
+        return replace(self, in_shadow=None)
 
     def swapped_and_committed(self, version: int) -> Served:
-        """A single replica committed `version` by itself."""
+        """A replica committed `version` without the orchestrator's word."""
         return replace(self, version=version, unconfirmed=version)
 
     def committed(self, version: int) -> Served:

@@ -27,14 +27,14 @@ from orchestrator.protocol.messages import ErrorCode
 from orchestrator.protocol.messages.base import Request
 
 LOG_LINES = 2000
-"""In which vLLM's first error is looked for."""
+"""Lines of the log that are searched for vLLM's first error."""
 _ERROR = re.compile(r"ERROR\b.*?\b((?:\w+\.)*\w*(?:Error|Exception): .+)")
 HEALTH_POLL_S = 0.25
 DEATH_POLL_S = 0.2
 QUICK_S = 60.0
 """Timeout for calls that move no weights."""
 CALL_GRACE_S = 10.0
-"""Added to a request's deadline, so that the worker's watchdog speaks before the call times out."""
+"""Seconds added to a request's deadline, so that the worker's watchdog answers before a timeout."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -82,7 +82,7 @@ def arguments(config: InferenceConfig) -> list[str]:
     given = " ".join(config.extra_args).replace("-", "_")
     if not re.search(r"(?:^| )__(?:generation_)?config\b", given):
         # Else the model's generation_config.json sets top_p and the like for every request that
-        # names none, and nobody trains on that distribution. Its end tokens are used all the same.
+        # names none, and nobody trains on that distribution. Its end tokens still apply.
         args += ["--generation-config", "vllm"]
     if config.enforce_eager:
         args.append("--enforce-eager")
@@ -191,7 +191,7 @@ class VllmProcess:
         return self._child.is_running
 
     def rotate_log(self) -> None:
-        """See `ChildProcess.rotate_log`; a full disk is no reason to end."""
+        """Rotate the log; a full disk does not end the node."""
         with contextlib.suppress(OSError):
             self._child.rotate_log()
 

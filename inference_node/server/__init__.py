@@ -1,1 +1,1 @@
-"""What runs in vLLM's API process: the door to its routes, the alias, and the node's actions."""
+"""Code of vLLM's API process: the door to its routes, the alias, and the node's actions."""

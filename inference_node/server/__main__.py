@@ -1,7 +1,7 @@
 """vLLM's OpenAI server on an inherited socket: `python -m inference_node.server --listen-fd N ...`.
 
 The node binds the port and keeps the socket, so no port is guessed or lost when vLLM restarts.
-vLLM's own entry point can only bind by itself; apart from that this module does the same.
+vLLM's own entry point always binds a new socket; otherwise this module does the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     cli_env_setup()
-    parser = make_arg_parser(FlexibleArgumentParser(description="vLLM behind splice"))
+    parser = make_arg_parser(FlexibleArgumentParser(description="vLLM under splice"))
     host, port = listener.getsockname()[:2]
     args = parser.parse_args([*argv[2:], "--host", str(host), "--port", str(port)])
     validate(args)

@@ -1,7 +1,7 @@
-"""What the inference node has done inside vLLM's API process: to engine, workers and alias.
+"""Actions of the inference node inside vLLM's API process: on engine, workers and alias.
 
-A request of the orchestrator arrives here under its message's name, as JSON of the same message. On
-its own account the node asks for `info`, `resume`, `poison`, `reset` and `drop_shadow`.
+A request of the orchestrator arrives here under its message's name, as JSON of that message. The
+node's own actions are `info`, `resume`, `poison`, `reset` and `drop_shadow`.
 
 The actions run in vLLM's process, so that pause and commit touch the engine client and the alias in
 one event loop. No request under the old name can then slip in between "the last pinned request has
@@ -59,7 +59,7 @@ SHADOW_GRACE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedUpdate:
-    """What each update of a manifest, or of a part of one, brings, and in which layout."""
+    """The tensors and the layout of each update of a manifest, or of a part of one."""
 
     manifest: Manifest
     layout: WireLayout
@@ -78,10 +78,10 @@ class Actions:
         self._whole: PlannedUpdate | None = None
         self._part: PlannedUpdate | None = None
         self._receiving: PlannedUpdate | None = None
-        """The planned update that the one under way brings."""
+        """The planned update that is being received."""
         self._lock = asyncio.Lock()
         self._say: Say
-        """Sends a line to the node that waits for the action under way."""
+        """Sends a line to the node that waits for the running action."""
         self._requests: dict[type[Message], Work] = {
             JoinTransferGroup: self._join_transfer_group,
             LeaveTransferGroup: self._leave_transfer_group,
@@ -264,7 +264,7 @@ class Actions:
         """
         update = self._receiving
         if update is None:
-            raise ActionFailed(ErrorCode.NOT_READY, "nothing was received beside the live tensors")
+            raise ActionFailed(ErrorCode.NOT_READY, "nothing was received into shadow memory")
         rest = message.model_copy(update={"commit_if": None})
         answer = await self._pause_and(update, rest, "splice_swap_weights")
         digests = unpacked(answer["digests"]).tobytes()
@@ -274,7 +274,7 @@ class Actions:
                 await self._traffic.commit_update(message.version)
             except EngineDeadError:
                 raise
-            except Exception as error:  # the new weights are live all the same
+            except Exception as error:  # the new weights are live by now
                 why = f"{type(error).__name__}: {error}"
                 raise update.may_be_written("commit", ErrorCode.INTERNAL, why) from error
         return answer
@@ -327,7 +327,7 @@ class Actions:
             on_send=self._traffic.note_pause,
         )
         answers = _checked(await asked)
-        for answer in answers:  # the rest was the wait for the step under way
+        for answer in answers:  # the remaining time was the wait for the current step
             answer["phases"]["pause"] = time.monotonic() - began - float(answer["seconds"])
         return answers
 

@@ -7,10 +7,17 @@ nobody.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 RETRY_AFTER_S = 2
+KINDS = {
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    409: "ConflictError",
+    503: "ServiceUnavailableError",
+}
+"""Status -> OpenAI's type of the error. Others are a BadRequestError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +25,6 @@ class Refusal:
     """An OpenAI-style error."""
 
     status: int
-    kind: str
     message: str
     retry_after_s: int | None = None
     param: str | None = None
@@ -28,11 +34,19 @@ class Refusal:
         return {
             "error": {
                 "message": self.message,
-                "type": self.kind,
+                "type": KINDS.get(self.status, "BadRequestError"),
                 "param": self.param,
                 "code": self.status,
             }
         }
+
+
+class Refused(Exception):
+    """A request is refused; carries the answer."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +59,6 @@ class Alias:
     """Why the replica serves nothing. None: it serves `version`."""
     moving_to: int | None = None
     """The version that replaces the current one: from the drain until commit, resume or poison."""
-    history: list[int] = field(default_factory=list)
 
     def versioned(self, version: int) -> str:
         """`name@N`."""
@@ -69,7 +82,6 @@ class Alias:
         if self.version is None:
             return Refusal(
                 status=503,
-                kind="ServiceUnavailableError",
                 retry_after_s=RETRY_AFTER_S,
                 message=f"{self.name} has no version yet: "
                 f"the first publication, {self.versioned(0)}, is not done",
@@ -84,7 +96,6 @@ class Alias:
         """The answer to every request while the replica is poisoned."""
         return Refusal(
             status=503,
-            kind="ServiceUnavailableError",
             retry_after_s=RETRY_AFTER_S,
             message=f"{self.name} is not served here until a full resync: {self.poisoned}",
         )
@@ -93,7 +104,6 @@ class Alias:
         """The answer to a pinned request whose version is about to be replaced."""
         return Refusal(
             status=409,
-            kind="ConflictError",
             retry_after_s=1,
             param="model",
             message=f"{self.current} is being replaced by {self.versioned(self.moving_to or 0)}; "
@@ -104,7 +114,6 @@ class Alias:
         """The end of a stream that was not read while the alias moved."""
         return Refusal(
             status=409,
-            kind="ConflictError",
             retry_after_s=1,
             message=f"{self.name} became {self.current} while this stream was not read, so its "
             "tokens could no longer be told apart; ask again, and read faster",
@@ -113,7 +122,6 @@ class Alias:
     def _unknown(self, model: str) -> Refusal:
         return Refusal(
             status=404,
-            kind="NotFoundError",
             param="model",
             message=f"The model `{model}` does not exist here; "
             f"the current version is `{self.current}` (alias `{self.name}`).",
@@ -124,7 +132,6 @@ class Alias:
     def commit(self, version: int) -> None:
         """The replica now serves `version`."""
         self.version, self.poisoned, self.moving_to = version, None, None
-        self.history = [*self.history[-63:], version]
 
     def poison(self, reason: str) -> None:
         """The replica serves nothing."""

@@ -1,4 +1,4 @@
-"""What the workers of one replica report, put together. Pure."""
+"""The reports of all workers of one replica, put together. Pure."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def explain(
 
 
 class Arrivals:
-    """What the workers of a replica digest on arrival.
+    """The parts that a replica's workers digest on arrival.
 
     The order is the manifest's, and within a tensor that of `Findings.loaded`.
 

@@ -1,7 +1,7 @@
 """Request bodies: read whole, within limits of size, time and memory; and what they say of model
 and stream.
 
-max_bytes     of one body; a larger one is 413, at once if the client declares its length
+max_bytes     of one body; a larger one is 413, before it is read if the client declares its length
 total_bytes   of all bodies being read; more is 503
 READ_S        for one body; slower is 408
 """
@@ -12,23 +12,12 @@ import asyncio
 import json
 from typing import Any
 
-from inference_node.server.alias import Refusal
+from inference_node.server.alias import Refusal, Refused
 from inference_node.server.flights import Receive
 
 READ_S = 60.0
 BODIES_AT_ONCE = 16
 """Number of full-size bodies that may be read at the same time."""
-
-
-class BodyRefused(Exception):
-    """The request is refused for its body."""
-
-    def __init__(self, status: int, message: str, *, retry_after_s: int | None = None) -> None:
-        super().__init__(message)
-        kind = "ServiceUnavailableError" if status == 503 else "BadRequestError"
-        self.refusal = Refusal(
-            status=status, kind=kind, message=message, retry_after_s=retry_after_s
-        )
 
 
 class Bodies:
@@ -45,7 +34,7 @@ class Bodies:
             headers: ASGI's.
 
         Raises:
-            BodyRefused: it is too large or too slow, or too much is being read already.
+            Refused: it is too large or too slow, or too much is being read already.
         """
         declared = dict(headers).get(b"content-length", b"")
         if declared.isdigit() and int(declared) > self._max_bytes:
@@ -55,7 +44,8 @@ class Bodies:
             async with asyncio.timeout(READ_S):
                 return await self._read(receive, parts)
         except TimeoutError as error:
-            raise BodyRefused(408, f"the body did not arrive within {READ_S:.0f} s") from error
+            text = f"the body did not arrive within {READ_S:.0f} s"
+            raise Refused(Refusal(status=408, message=text)) from error
         finally:
             self._held_bytes -= sum(map(len, parts))
 
@@ -75,28 +65,28 @@ class Bodies:
                     f"more than {self._total_bytes} bytes of request bodies are being read; "
                     "send this one again"
                 )
-                raise BodyRefused(503, text, retry_after_s=1)
+                raise Refused(Refusal(status=503, message=text, retry_after_s=1))
             if not message.get("more_body", False):
                 return b"".join(parts)
 
-    def _too_large(self) -> BodyRefused:
+    def _too_large(self) -> Refused:
         text = (
             f"the body exceeds {self._max_bytes} bytes; split the request, "
             "or raise max_body_bytes of this server"
         )
-        return BodyRefused(413, text)
+        return Refused(Refusal(status=413, message=text))
 
 
 def fields_of(body: bytes) -> dict[str, Any]:
     """The request's fields; none if it is no JSON object, which vLLM then answers.
 
     Raises:
-        BodyRefused: it is nested deeper than any request.
+        Refused: it is nested deeper than any request.
     """
     try:
         fields = json.loads(body)
     except RecursionError as error:
-        raise BodyRefused(400, "the body is nested too deeply") from error
+        raise Refused(Refusal(status=400, message="the body is nested too deeply")) from error
     except ValueError:
         return {}
     return fields if isinstance(fields, dict) else {}

@@ -1,4 +1,4 @@
-"""What differs in the API process between vLLM 0.26 and 0.28 to 0.32.
+"""Differences in the API process between vLLM 0.26 and 0.28 to 0.32.
 
 One function here for each name that moved, each attribute of one version only, and each call that
 gained an argument.
@@ -111,12 +111,12 @@ async def pause_and_call(
 
     The engine takes calls in the order of sending, between two steps. From the pause on it
     schedules nothing. A step queued earlier has been launched by then, sampling included. The
-    workers run the call behind it, on the same thread and, on a GPU, the same stream. Earlier
+    workers run the call after it, on the same thread and, on a GPU, the same stream. Earlier
     steps therefore never see what the call changes, and all later steps do.
 
     Args:
-        gate: held from the workers' answers on. The last step's tokens come right behind them,
-            and passing those on would delay this process's next words to the engine.
+        gate: held from the workers' answers on. The last step's tokens follow immediately,
+            and passing them on would delay this process's next messages to the engine.
         on_send: called just before. Requests admitted later reach the engine after the pause.
     """
     if clear_cache:
@@ -189,7 +189,7 @@ def flush_streams(engine_client: Any) -> None:
     """Hand streams the tokens that vLLM holds back for their next event (`stream_interval`)."""
     for state in (_request_states(engine_client) or {}).values():
         every, sent = getattr(state, "stream_interval", 1), getattr(state, "sent_tokens_offset", 0)
-        # Only streams count what they sent, and they send their first token at once.
+        # Only streams count what they sent, and they send their first token immediately.
         if every == 1 or sent == 0 or sent == state.detokenizer.num_output_tokens():
             continue
         state.stream_interval = 1
@@ -210,8 +210,9 @@ def is_behind(engine_client: Any, request_id: str) -> bool:
 
 
 def stream_every(engine_client: Any, request_id: str, tokens: int) -> None:
-    """Have each event of a stream bring this many tokens: a request's `stream_interval`, which
-    versions before 0.32 have for the whole server alone.
+    """Have each event of a stream bring this many tokens: a request's `stream_interval`.
+
+    Versions before 0.32 have it only for the whole server.
     """
     state = _request_state(engine_client, request_id)
     if getattr(state, "detokenizer", None) is not None:  # pooling has none
@@ -244,12 +245,12 @@ def leave_logprobs_undecoded(engine_client: Any, request_id: str) -> None:
 
 
 def _request_states(engine_client: Any) -> Any:
-    """Request id -> what vLLM's API process keeps of it. None: this vLLM hides it."""
+    """Request id -> its state in vLLM's API process. None: this vLLM hides it."""
     return getattr(getattr(engine_client, "output_processor", None), "request_states", None)
 
 
 def _request_state(engine_client: Any, request_id: str) -> Any:
-    """What vLLM's API process keeps of a request; None if nothing, or if this vLLM hides it."""
+    """State of a request in vLLM's API process; None if there is none, or if this vLLM hides it."""
     return (_request_states(engine_client) or {}).get(request_id)
 
 
@@ -270,7 +271,7 @@ def has_output(engine_client: Any, request_id: str) -> bool | None:
 
 
 def forget_request(engine_client: Any, request_id: str) -> None:
-    """Drop what vLLM's API process keeps of a request that never reached the engine.
+    """Drop the API process's state of a request that never reached the engine.
 
     0.26 to 0.32 drop it only for requests that did.
     """

@@ -1,11 +1,11 @@
-"""Where requests enter vLLM's engine: held while it is paused, and told apart by version.
+"""The entrance to vLLM's engine: holds requests during a pause, and tells them apart by version.
 
 Every generation route of every vLLM ends in `add_request_async` of the engine client. `Entrance`
 replaces that method on the object.
 
     entrance.shut()      from here on nothing enters; called before the pause is sent
     entrance.open_as(n)  version n is served: waiting requests enter, under a new salt
-    entrance.open()      the update was given up: waiting requests enter as before
+    entrance.open()      the update was dropped: waiting requests enter as before
 
 Requests that enter before `shut` are in the engine before the pause. Later ones run on the version
 that is served then.
@@ -110,7 +110,7 @@ class Entrance:
 
 @contextmanager
 def free_pass() -> Iterator[None]:
-    """Requests made inside enter at once and unsalted; nothing of them stays in the cache."""
+    """Requests made inside enter immediately and unsalted; the cache keeps nothing of them."""
     token = _PASSES.set(True)
     try:
         yield

@@ -234,7 +234,7 @@ class Answer:
     async def fail(self, refusal: Refusal) -> None:
         """End the response with an error.
 
-        Before the headers this is a status of its own, in a stream an SSE event, else just the end.
+        Before the headers it sends an error status, in a stream an SSE event, else it only ends.
         """
         if self.finished:
             return

@@ -4,8 +4,8 @@ In this order:
 
 1. `/splice/v1/*` is for the inference node: loopback and the secret in `x-splice-secret`, or 403
    (`actions`).
-2. Everything that is not on the list of public routes is 403, whatever vLLM has registered:
-   development routes, run-time LoRA, the rest.
+2. Everything that is not on the list of public routes is 403, even if vLLM has registered
+   it: development routes, run-time LoRA and others.
 3. The alias judges requests that name a model (`alias`). They are then watched until their last
    byte (`flights`), because a swap may happen under them.
 
@@ -27,10 +27,9 @@ from typing import Any
 from starlette.requests import Request
 
 from inference_node.server.actions import Actions
-from inference_node.server.alias import Alias, Refusal
+from inference_node.server.alias import Alias, Refusal, Refused
 from inference_node.server.bodies import (
     Bodies,
-    BodyRefused,
     fields_of,
     model_of,
     names_tokens_by_id,
@@ -83,7 +82,7 @@ HEALTH_ROUTES = frozenset({"/health", "/ping"})
 
 
 class SpliceMiddleware:
-    """See the module. One instance per API process; there is one API process per server."""
+    """The middleware of one server; see the module. A server has one API process."""
 
     def __init__(self, app: App, *, name: str | None = None, secret: str | None = None) -> None:
         self._app = app
@@ -119,8 +118,8 @@ class SpliceMiddleware:
 
         try:
             await self._http(scope, receive, sender)
-        except BodyRefused as error:
-            await self._refuse(sender, error.refusal)
+        except Refused as error:
+            await send_refusal(sender, error.refusal, version=self.alias.version)
         except Exception as error:
             # Starlette answers unhandled exceptions outside every middleware, without our header.
             answer = scope["app"].exception_handlers.get(Exception)
@@ -136,30 +135,19 @@ class SpliceMiddleware:
         elif path in GENERATION_ROUTES and scope["method"] == "POST":
             await self._on_generation(scope, receive, send)
         elif path in HEALTH_ROUTES and self.alias.poisoned is not None:
-            await self._refuse(send, self.alias.not_served())
+            raise Refused(self.alias.not_served())
         elif path in OPEN_ROUTES or (scope["method"] == "OPTIONS" and path in GENERATION_ROUTES):
             await self._app(scope, receive, send)
         else:
-            await self._refuse(
-                send,
-                Refusal(
-                    status=403,
-                    kind="PermissionDeniedError",
-                    message=f"{scope['method']} {path} is not open to API users of this server",
-                ),
-            )
-
-    async def _refuse(self, send: Send, refusal: Refusal) -> None:
-        await send_refusal(send, refusal, version=self.alias.version)
+            text = f"{scope['method']} {path} is not open to API users of this server"
+            raise Refused(Refusal(status=403, message=text))
 
     # ------------------------------------------------------------ the node
 
     async def _on_control(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._is_node(scope):
-            message = "control routes are for the inference node"
-            refusal = Refusal(status=403, kind="PermissionDeniedError", message=message)
-            await self._refuse(send, refusal)
-            return
+            text = "control routes are for the inference node"
+            raise Refused(Refusal(status=403, message=text))
         body = await self._control_bodies.read(scope["headers"], receive)
         if body is None:
             return
@@ -187,7 +175,9 @@ class SpliceMiddleware:
         if not is_streaming:
             await send_json(send, status, answer, version=self.alias.version)
             return
-        last = json.dumps({"status": status, "answer": answer}).encode()  # the status line is gone
+        last = json.dumps(
+            {"status": status, "answer": answer}
+        ).encode()  # the status line has been sent
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _is_node(self, scope: Scope) -> bool:
@@ -208,8 +198,7 @@ class SpliceMiddleware:
         model = model_of(fields)
         refusal = self.alias.refuse(model)
         if refusal is not None:
-            await self._refuse(send, refusal)
-            return
+            raise Refused(refusal)
         flight = Flight(
             self.alias,
             pinned=self.alias.is_pinned(model),

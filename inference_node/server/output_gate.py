@@ -2,10 +2,10 @@
 
 At a commit, the old weights' tokens must leave under the old name before the first token of the new
 weights. While the engine waits for that, this process hands out a step's tokens: some 10 ms with 64
-streams. With a gate the engine resumes at once, and its new outputs wait here until the alias has
-moved.
+streams. With a gate the engine resumes immediately, and its new outputs wait here until the alias
+has moved.
 
-    gate.hold_at(answer)    once this future is done, nothing passes, not even what is right behind
+    gate.hold_at(answer)    once this future is done, nothing passes, not even the next output
     gate.hold()             from now on nothing passes
     gate.pass_on(n)         the next n outputs pass, then nothing
     gate.open()             everything passes; called on every path
@@ -24,7 +24,7 @@ DEATH_POLL_S = 0.2
 ANSWER_TURNS = 6
 """Event loop turns from an answer's arrival until the task that awaits it is done.
 
-The task itself needs two; the rest is for the client's own.
+The task itself needs two; the client's own tasks take the others.
 """
 
 
@@ -70,7 +70,7 @@ class OutputGate:
             self._is_asked = self._has_one = False
 
     def _is_dead(self) -> bool:
-        """Whether the engine has ended; vLLM learns that from an output behind those held here."""
+        """Whether the engine has ended; vLLM learns that from an output after those held here."""
         return bool(getattr(self._resources, "engine_dead", False))
 
     @property
@@ -95,10 +95,10 @@ class OutputGate:
         return (self._left or 0) + (not self._is_asked)
 
     def hold_at(self, answer: asyncio.Future[Any]) -> None:
-        """Hold everything behind `answer`, unless the gate is opened before.
+        """Hold every output after `answer`, unless the gate is opened before.
 
         The client may set an answer's future and queue an output in one turn of the loop. The
-        output would then be seen first, so from now on each output passes some turns late.
+        output would then be seen first, so from now on every output is delayed by a few loop turns.
         """
         self._is_expecting = True
         answer.add_done_callback(lambda _: self.hold() if self._is_expecting else None)

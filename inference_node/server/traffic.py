@@ -1,4 +1,4 @@
-"""What requests see of an update: where generation stops, which name moves, how it resumes.
+"""An update as requests see it: where generation stops, which name moves, how it resumes.
 
     make way     pinned requests finish or end with 409
     pause        the engine schedules nothing; new requests wait at the entrance
@@ -34,9 +34,7 @@ ENGINE_PAUSE: dict[str, tuple[str, bool]] = {
 }
 """Our pause mode -> vLLM's mode, and whether vLLM drops its KV and prefix caches."""
 BEHIND = 8
-"""Number of outputs waiting at a commit from which on the log says so; the engine makes one in each
-step.
-"""
+"""Number of outputs waiting at a commit that makes the log warn; each engine step makes one."""
 log = logging.getLogger("vllm.splice")
 LATE_S = 5.0
 """Seconds that requests which were ended may take to finish, in addition to the drain."""
@@ -60,7 +58,7 @@ class Traffic:
         """vLLM's engine client."""
         self._entrance: Entrance
         self._gate: OutputGate | None = None
-        """None: this engine's outputs cannot be held back."""
+        """Holds outputs back. None: this engine's outputs cannot be held back."""
         self.is_paused = False
         """The engine is paused for an update."""
         self.keeps_kv = False
@@ -167,8 +165,8 @@ class Traffic:
         if made >= BEHIND:
             log.warning(
                 "vLLM's API process is %d steps behind its engine, so it limits this replica's "
-                "tokens/s; the commit of version %d waits for it while the engine goes on. More "
-                "replicas help, or fewer requests at once",
+                "tokens/s; the commit of version %d waits for it while the engine continues. Use "
+                "more replicas, or fewer concurrent requests",
                 made,
                 version,
             )
@@ -189,7 +187,7 @@ class Traffic:
             gate.open()
 
     def _move(self, version: int) -> None:
-        """From here on tokens leave under the new name."""
+        """Let tokens leave under the new name from here on."""
         self.alias.commit(version)
         for flight in self._flights:
             self._entrance.moved(flight, version, keeps_kv=self.keeps_kv)

@@ -1,1 +1,1 @@
-"""What the node, the API process and the workers share. It imports neither torch nor vLLM."""
+"""Shared by the node, the API process and the workers. Imports neither torch nor vLLM."""

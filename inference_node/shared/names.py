@@ -23,7 +23,7 @@ WATCHDOG = "SPLICE_WATCHDOG"
 ALLOW_UNVERIFIED = "SPLICE_ALLOW_UNVERIFIED"
 """Environment variable: "1" if quantised weights may be reloaded that cannot be verified."""
 RUN_TOKEN = "SPLICE_RUN_TOKEN"
-"""Environment variable: the run's token, for the node alone."""
+"""Environment variable: the run's token, which only the node gets."""
 
 SECRET_HEADER = "x-splice-secret"
 CONTROL_PREFIX = "/splice/v1/"

@@ -1,4 +1,4 @@
-"""What a worker reports to the API process: plain data, without torch.
+"""Reports of a worker to the API process: plain data, without torch.
 
 The reports travel as JSON. Lists of int64 travel in base64.
 """

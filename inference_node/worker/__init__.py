@@ -1,1 +1,1 @@
-"""What runs in vLLM's worker processes: receives weights, puts them in place, digests them."""
+"""Code of vLLM's worker processes: receives weights, puts them in place, digests them."""

@@ -1,8 +1,8 @@
-"""What attention layers make of other layers' parameters after loading.
+"""Tensors that attention layers derive from other layers' parameters after loading.
 
 MLA absorbs `kv_b_proj` into W_UK_T and W_UV, which decoding multiplies by. Some backends keep a
-layer's sinks in float32. vLLM's reload makes such tensors anew. `refresh` does so after parameters
-were written in place, and `check` compares MLA's with what they are made of.
+layer's sinks in float32. vLLM's reload derives such tensors again. `refresh` does so after
+parameters were written in place, and `check` compares MLA's with their source.
 
 Axes: N = heads, P = a head's key dimensions without position, V = its value dimensions, L = latent
 dimensions.
@@ -49,7 +49,7 @@ def _derives(layer: torch.nn.Module) -> bool:
 
 
 def refresh(layers: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Make the layers' tensors anew.
+    """Derive the layers' tensors again.
 
     Args:
         dtype: of the model's activations.

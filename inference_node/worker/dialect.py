@@ -1,4 +1,4 @@
-"""What differs between vLLM 0.26 and 0.28 to 0.32. Nothing else in the package tests a version.
+"""Differences in the workers between vLLM 0.26 and 0.28 to 0.32.
 
 One function here for each name that moved, each attribute of one version only, and each call that
 gained an argument. The functions import vLLM inside, because the node asks for the version without
@@ -71,7 +71,7 @@ def partial_load() -> Iterator[None]:
 def convert_moe_weights(
     *, method: Any, layer: torch.nn.Module, tensors: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What an unquantised MoE method makes of a layer's parameters in checkpoint format.
+    """Convert a layer's parameters as its unquantised MoE method does after loading.
 
     Layer and method stay as they are.
 
@@ -89,7 +89,7 @@ def convert_moe_weights(
         raise NotImplementedError(f"MoE backend {backend.name} hides its layout")
     is_old = vllm_version.dialect() == "0.26"
     if is_old and backend.name == "CPU":
-        raise NotImplementedError("vLLM 0.26's CPU MoE packs into a module of its own")
+        raise NotImplementedError("vLLM 0.26's CPU MoE packs into a separate module")
     extra: dict[str, Any] = {}
     if "layer" in inspect.signature(unquantized.convert_to_unquantized_kernel_format).parameters:
         extra["layer"] = moe_stand_in(layer, tensors)
@@ -134,7 +134,7 @@ def moe_stand_in(
                 return getattr(layer, key)
 
     stand_in = _StandIn()
-    # register_parameter refuses a name that hasattr() finds on the layer behind.
+    # register_parameter refuses a name that hasattr() finds on the original layer.
     for key, tensor in tensors.items():
         stand_in._parameters[key] = torch.nn.Parameter(tensor, requires_grad=False)
     return stand_in
@@ -154,7 +154,7 @@ def is_quantised(layer: torch.nn.Module) -> bool:
 
 
 def fp8_block_remedy(kind: str) -> str:
-    """What makes vLLM keep FP8 blocks as they are, where DeepGEMM rounds their scales."""
+    """The remedy where DeepGEMM rounds the scales of FP8 blocks; else empty."""
     from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
     if kind != "per_block" or not is_deep_gemm_e8m0_used():

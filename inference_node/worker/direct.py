@@ -2,7 +2,7 @@
 
 A tensor is *placeable* on a worker if each of its elements there belongs in a live parameter that
 holds all its values and is kept exactly as loaded: the same shape, strides and dtype, no permuting
-packing, no packed copy beside it. A tensor travels in one of three ways:
+packing, no additional packed copy. A tensor travels in one of three ways:
 
     live      received in place, on a replica of one worker, if it is one contiguous run;
               neighbours in memory share a chunk
@@ -12,8 +12,8 @@ packing, no packed copy beside it. A tensor travels in one of three ways:
               share a layer with it, on all workers
 
 All workers of a replica reach the same layout. Each reports what it cannot place (`obstacles`), and
-the replica adds whatever shares a layer with that. The chunks follow from the manifest and that set
-alone (`plan_chunks`; with one worker also from its runs).
+the replica adds every tensor that shares a layer with those. The chunks follow only from the
+manifest and that set (`plan_chunks`; with one worker also from its runs).
 
 Staged chunks go through a ring of two buffers: chunk k+1 arrives while chunk k is copied. The first
 chunk is never live, so until it has arrived whole, a failure leaves all live tensors unchanged. On
@@ -40,7 +40,7 @@ from inference_node.worker.placement import PlacementPlan, Region, is_kept_whole
 from orchestrator.protocol.messages import DTYPE_BYTES, Manifest, WireChunk
 from weight_transfer.copies import PreparedCopy, elements_of
 from weight_transfer.cuda_events import QUEUED_CHUNKS
-from weight_transfer.digest import PreparedDigest, region_digest, row_major_strides
+from weight_transfer.digest import PreparedDigest, row_major_strides
 from weight_transfer.groups import TransferGroup
 from weight_transfer.layout import chunk_offsets, in_vectors, views_of
 from weight_transfer.strides import Part
@@ -50,7 +50,7 @@ MAX_CHUNK_BYTES = 192 * 2**20
 SMALL_BYTES = 64 * 2**20
 """Smaller runs are staged, many to a chunk.
 
-Each receive costs 50 us beside its bytes, as much as 18 MB; a copy on the GPU costs almost nothing.
+A receive has a fixed cost of 50 us, as much as 18 MB; a copy on the GPU costs almost nothing.
 """
 Live = Mapping[tuple[str, str], torch.Tensor | str]
 """(module, parameter) -> its live tensor, or why it cannot be written in place."""
@@ -75,7 +75,7 @@ class Run:
 def live_parameters(
     model: torch.nn.Module, plan: PlacementPlan
 ) -> dict[tuple[str, str], torch.Tensor | str]:
-    """Each parameter of the plan: its live tensor, or why it cannot be written in place."""
+    """Map each parameter to its live tensor, or to why it cannot be written in place."""
     layers = dict(model.named_modules())
     paths: dict[int, int] = {}
     for _, layer in model.named_modules(remove_duplicate=False):
@@ -112,8 +112,7 @@ def obstacles(plan: PlacementPlan, manifest: Manifest, live: Live) -> dict[int, 
 
 
 def _why_not(region: Region, plan: PlacementPlan, live: Live) -> str | None:
-    fmt = plan.formats[(region.module, region.param)]
-    tensor = live[fmt.alias_of or (region.module, region.param)]
+    fmt, tensor = plan.format_of(region), live[plan.owner_of(region)]
     if isinstance(tensor, str):
         return tensor
     if not is_kept_whole(plan.sent_dtypes[region.name], fmt.dtype):
@@ -136,19 +135,19 @@ def whole_runs(plan: PlacementPlan, manifest: Manifest, reload: Collection[int])
             continue
         region, dense = regions[0], row_major_strides(regions[0].size)
         is_whole = (
-            spec.dtype == plan.formats[(region.module, region.param)].dtype
+            spec.dtype == plan.format_of(region).dtype
             and region.numel == spec.numel
             and region.first_index == 0
             and _same(region.index_strides, dense, region.size)
         )
         if is_whole and _same(region.strides, dense, region.size):
-            key = plan.formats[(region.module, region.param)].alias_of or (
-                region.module,
-                region.param,
-            )
             runs.append(
                 Run(
-                    index=index, key=key, offset=region.offset, numel=spec.numel, nbytes=spec.nbytes
+                    index=index,
+                    key=plan.owner_of(region),
+                    offset=region.offset,
+                    numel=spec.numel,
+                    nbytes=spec.nbytes,
                 )
             )
     return runs
@@ -180,8 +179,8 @@ def plan_chunks(
     units = _units(_families(staged, manifest), together)
     chunks = [WireChunk(kind="staged", tensors=t) for t in _packed(units, manifest)]
     chunks += [WireChunk(kind="live", tensors=tuple(r.index for r in group)) for group in big]
-    alone = [(i,) for i in sorted(reload)]
-    chunks += [WireChunk(kind="reload", tensors=t) for t in _packed(alone, manifest)]
+    single = [(i,) for i in sorted(reload)]
+    chunks += [WireChunk(kind="reload", tensors=t) for t in _packed(single, manifest)]
     return tuple(chunks)
 
 
@@ -200,8 +199,8 @@ def _groups(runs: Sequence[Run]) -> list[list[Run]]:
 def _cut(group: Sequence[Run]) -> list[list[Run]]:
     """Cut neighbours into chunks of similar size, at most a quarter above MAX_CHUNK_BYTES.
 
-    Each tensor goes to the chunk that contains its middle. A small last chunk would cost a receive
-    of its own.
+    Each tensor goes to the chunk that contains its middle. A small last chunk would cost another
+    receive.
     """
     total = sum(r.nbytes for r in group)
     count = -(-4 * total // (5 * MAX_CHUNK_BYTES))
@@ -236,7 +235,7 @@ def _units(indices: Sequence[int], together: Sequence[tuple[int, ...]]) -> list[
 
 
 def _packed(units: Sequence[tuple[int, ...]], manifest: Manifest) -> list[tuple[int, ...]]:
-    """Pack units into chunks of at most MAX_CHUNK_BYTES; a larger unit is a chunk of its own."""
+    """Pack units into chunks of at most MAX_CHUNK_BYTES; a larger unit is a separate chunk."""
     chunks: list[list[tuple[int, ...]]] = []
     size = 0
     for unit in units:
@@ -255,7 +254,7 @@ def _same(strides: Sequence[int], dense: Sequence[int], size: Sequence[int]) -> 
 
 
 def ring_slots(sizes: Sequence[int]) -> list[int]:
-    """Which of the ring's two buffers receives each staged chunk. Pure.
+    """Choose which of the ring's two buffers receives each staged chunk. Pure.
 
     They take turns, but tensors larger than a chunk share the first buffer. The ring then holds one
     large buffer and one of a chunk's size.
@@ -277,17 +276,13 @@ class _Widened:
     part: Part
     sent: torch.dtype
     row: int
-    first_index: int
+    region: Region
 
     def place(self, buffer_B: torch.Tensor) -> None:
         self.part.target.copy_(self.part.source_in(elements_of(buffer_B, self.sent)))
 
     def digest(self, digests_P: torch.Tensor) -> None:
-        digests_P[self.row] = region_digest(
-            self.part.target.to(self.sent),
-            first_index=self.first_index,
-            index_strides=self.part.strides,
-        )
+        digests_P[self.row] = self.region.digest(self.part.target.to(self.sent))
 
 
 @dataclass(slots=True)
@@ -318,9 +313,9 @@ class _Receive:
     on_written: Callable[[int], None]
     ring: list[torch.Tensor] = field(default_factory=list)
     copied: list[torch.cuda.Event | None] = field(default_factory=lambda: [None, None])
-    """The event behind the last copy from each of the ring's buffers."""
+    """Event after the last copy from each of the ring's buffers."""
     arriving: deque[torch.cuda.Event] = field(default_factory=deque)
-    """Events behind the receives that are queued, oldest first."""
+    """Events after the queued receives, oldest first."""
     has_written: bool = False
     """Whether live memory has changed."""
     seconds: dict[str, float] = field(default_factory=lambda: {"wire": 0.0, "load": 0.0})
@@ -335,7 +330,7 @@ class _Receive:
         self.seconds["wire"] += time.monotonic() - began
 
     def wait(self, *, leaving: int = 0) -> None:
-        """Wait for the oldest receives, until so many are left."""
+        """Wait for the oldest receives, until `leaving` of them are left."""
         while len(self.arriving) > leaving:
             self.wait_for(self.arriving.popleft())
 
@@ -374,7 +369,7 @@ class DirectReceiver:
         self._chunks = [self._chunk(c) for c in chunks]
         self._ring_bytes = self._lay_out_ring()
         self._stream = _side_stream(device) if device.type == "cuda" else None
-        """Runs copies and digests beside the wire."""
+        """Runs copies and digests at the same time as the wire."""
 
     def _chunk(self, chunk: WireChunk) -> _LocalChunk:
         specs = [self._manifest.tensors[i] for i in chunk.tensors]
@@ -394,9 +389,7 @@ class DirectReceiver:
                 )
                 sent = getattr(torch, spec.dtype)
                 if part.target.dtype.itemsize > sent.itemsize:
-                    made.widened.append(
-                        _Widened(part=part, sent=sent, row=row, first_index=region.first_index)
-                    )
+                    made.widened.append(_Widened(part=part, sent=sent, row=row, region=region))
                     continue
                 parts.append(part)
                 rows.append(row)
@@ -414,8 +407,7 @@ class DirectReceiver:
         return made
 
     def _view(self, region: Region) -> torch.Tensor:
-        key = (region.module, region.param)
-        live = self._live[self._plan.formats[key].alias_of or key]
+        live = self._live[self._plan.owner_of(region)]
         assert isinstance(live, torch.Tensor)
         return region.view_in(live)
 
@@ -441,7 +433,7 @@ class DirectReceiver:
             on_written: called with the number of tensors that are about to change.
 
         Raises:
-            TransferError and its kin: live memory is a mixture of versions, unless `on_written` was
+            TransferError or a subclass: live memory is a mixture, unless `on_written` was
                 never called.
         """
         run = _Receive(
@@ -468,7 +460,7 @@ class DirectReceiver:
         return run.seconds
 
     def _begin(self) -> None:
-        """Queue what follows behind the copies and digests that a failed receive may have left."""
+        """Let the next work wait for copies and digests that a failed receive may have left."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._digests_P.zero_()
@@ -488,7 +480,7 @@ class DirectReceiver:
     def _start(
         self, run: _Receive, chunk: _LocalChunk
     ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """Ask for a chunk; returns its buffer and the event behind its arrival, if any."""
+        """Ask for a chunk; returns its buffer and the event after its arrival, if any."""
         if chunk.kind == "live":
             run.on_written(len(chunk.tensors))
         began = time.monotonic()
@@ -502,7 +494,7 @@ class DirectReceiver:
     def _buffer(self, run: _Receive, chunk: _LocalChunk) -> torch.Tensor:
         if chunk.target_B is not None:
             return chunk.target_B
-        if chunk.kind == "reload":  # the reload keeps its tensors, so each has memory of its own
+        if chunk.kind == "reload":  # the reload keeps its tensors, so each has separate memory
             return torch.empty(chunk.nbytes, dtype=torch.uint8, device=self._device)
         if not run.ring:
             run.ring = [
@@ -517,7 +509,7 @@ class DirectReceiver:
         copied = run.copied[chunk.slot]
         if (
             copied is not None
-        ):  # the broadcast waits on the device behind the current stream; the host does not
+        ):  # the broadcast waits on the device for the current stream; the host does not
             torch.cuda.current_stream(self._device).wait_event(copied)
         return run.ring[chunk.slot][: chunk.nbytes]
 
@@ -530,8 +522,8 @@ class DirectReceiver:
     ) -> None:
         """Copy or load an arrived chunk that is not in place, then digest its live parts."""
         if chunk.kind != "live":
-            # An abort also lets the event pass. Only bytes that were checked may be loaded, or be
-            # the first to change live memory; later ones change what is a mixture already.
+            # An abort completes the event too, so it does not prove arrival. Wait for a checked
+            # receive before the first write to live memory. Later writes change a mixture.
             is_queued = self._stream is not None and chunk.kind == "staged" and run.has_written
             if event is not None and not is_queued:
                 run.wait_for(event)
@@ -570,7 +562,7 @@ class DirectReceiver:
     def apply(
         self, buffers: Sequence[torch.Tensor], *, load: Load, on_written: Callable[[int], None]
     ) -> None:
-        """Copy chunks that arrived beside the live tensors to their places, then digest live parts.
+        """Copy chunks from shadow memory to their places, then digest live parts.
 
         The work is queued on the current stream.
 
@@ -611,12 +603,12 @@ class DirectReceiver:
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """For copies and digests of all receivers."""
+    """The stream for copies and digests of all receivers."""
     return torch.cuda.Stream(device)
 
 
 def _wide(flat_B: torch.Tensor) -> torch.Tensor:
-    """The same bytes as int64 if size and address allow it, which copies faster."""
+    """View the bytes as int64 if size and address allow it, which copies faster."""
     aligned = (
         flat_B.numel() % 8 == 0 and flat_B.data_ptr() % 8 == 0 and flat_B.storage_offset() % 8 == 0
     )

@@ -51,7 +51,7 @@ NOT_PLANNED = "no transfer group or no plan; send JoinTransferGroup and PrepareU
 
 @dataclass
 class SpliceInitInfo(WeightTransferInitInfo):
-    """How to join the trainer's group."""
+    """The request to join the trainer's group."""
 
     request: JoinTransferGroup
 
@@ -66,7 +66,7 @@ class SpliceUpdateInfo(WeightTransferUpdateInfo):
 
 @dataclass
 class _Applied:
-    """What the last receive did."""
+    """Result of the last receive."""
 
     nbytes: int = 0
     tensors: int = 0
@@ -74,7 +74,7 @@ class _Applied:
 
 
 class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
-    """See the module."""
+    """vLLM's engine of this worker; see the module."""
 
     init_info_cls = SpliceInitInfo
     update_info_cls = SpliceUpdateInfo
@@ -164,7 +164,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         self.applied = _Applied()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As the base class, without its accelerator call if there is no accelerator."""
+        """Receive as the base class does, but synchronise only on CUDA."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type == "cuda":
             torch.accelerator.synchronize()
@@ -175,7 +175,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         A failure may leave a mixture of versions.
 
         Raises:
-            TransferError and its kin: no group, no plan, the wire, an abort, the deadline.
+            TransferError or a subclass: no group, no plan, the wire, an abort, the deadline.
         """
         began, request, update = time.monotonic(), update_info.request, self.plan.update
         if isinstance(request, SwapWeights):
@@ -305,7 +305,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
                 stream=self._shadow_stream,
             )
         except torch.OutOfMemoryError as error:
-            why = f"its {nbytes:,} bytes could not be allocated beside the live tensors"
+            why = f"its {nbytes:,} bytes could not be allocated in addition to the model"
             return f"{why}: {error}"[:500]
         return None
 
@@ -325,10 +325,10 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         )
 
     def poll_shadow(self) -> shadow.Arrived | None:
-        """What the shadow has received; None while bytes arrive.
+        """Digests of the bytes that the shadow has received; None while bytes arrive.
 
         Raises:
-            TransferError and its kin: the receive failed. The shadow is dropped and the group left;
+            TransferError or a subclass: the receive failed. The shadow is dropped, the group left;
                 the live tensors are unchanged.
         """
         if self._shadow is None:
@@ -350,7 +350,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         if dropped is not None and not dropped.close():
             self.leave_transfer_group()
             raise TransferError(
-                "the thread that receives beside the live tensors did not end; "
+                "the thread that receives into shadow memory did not end; "
                 "restart vLLM if this happens again"
             )
 

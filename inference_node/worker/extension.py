@@ -131,7 +131,7 @@ class SpliceWorkerExtension:
 
     @_answers(ErrorCode.PLAN_REFUSED)
     def splice_use_fp8(self, weights: str) -> dict[str, Any]:
-        """As `splice_prepare_update`, of the manifest in which these weights travel as FP8.
+        """Answer as `splice_prepare_update`, if these weights travel as FP8.
 
         Args:
             weights: `Fp8Weights` of all workers as JSON.
@@ -160,7 +160,7 @@ class SpliceWorkerExtension:
     def splice_receive_weights(self, request: str) -> dict[str, Any]:
         """Receive and load an update, also on top of one that failed. See `_update`.
 
-        In shadow mode: begin to receive on a thread, and return at once.
+        In shadow mode: begin to receive on a thread, and return immediately.
 
         Args:
             request: a `ReceiveWeights`.
@@ -187,7 +187,7 @@ class SpliceWorkerExtension:
     def _update(self, request: ReceiveWeights | SwapWeights) -> dict[str, Any]:
         """Make vLLM's own three calls, then digest the live tensors.
 
-        One call of ours does all four, because each call costs a round trip to this process.
+        One call does all four, because each call costs a round trip to this process.
         `phases` has the seconds of each. After an error, `phase` names the step, and `tensors`
         counts the tensors loaded by then.
         """

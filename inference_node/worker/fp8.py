@@ -1,4 +1,4 @@
-"""What an FP8 server holds: which parameters, in which layout, and the proof of both.
+"""The FP8 parameters of a server, their layout, and the proof of both.
 
 vLLM's online quantisation loads bf16 weights and keeps e4m3 and scales. A block-scaled checkpoint
 has e4m3 and scales already (`X.weight_scale_inv`). The trainer sends both alike. For each such
@@ -6,7 +6,7 @@ layer:
 
     refusals(model)     vLLM's own method quantises random weights on a stand-in;
                         weight_transfer.fp8 must give the same bytes, scales, shapes and strides
-    as_bf16(plan, ...)  of a block-scaled checkpoint: the plan of the bf16 weights behind it
+    as_bf16(plan, ...)  of a block-scaled checkpoint: the plan of the bf16 weights it stands for
     groups(plan, ...)   which HF matrices share an FP8 parameter, or an expert of one
     placed(plan, ...)   the plan of what is sent: e4m3 in the same places, and the scales
 
@@ -41,11 +41,11 @@ EXPERTS = {
     "Fp8PtpcOnlineMoEMethod": "per_channel",
     "Fp8PerBlockOnlineMoEMethod": "per_block",
 }
-STATIC = {"Fp8LinearMethod": LINEAR, "Fp8MoEMethod": EXPERTS}
+STATIC = frozenset({"Fp8LinearMethod", "Fp8MoEMethod"})
 """Methods of checkpoints that are FP8 already."""
 WEIGHTS = ("weight", "w13_weight", "w2_weight")
 _PROOF_EXPERTS = 2
-_ABSORBED = "MLA absorbs an FP8 kv_b_proj, and what it makes of it is not compared"
+_ABSORBED = "MLA absorbs an FP8 kv_b_proj, and the absorbed tensors are not compared"
 _COUNTS = ("num_experts", "local_num_experts")
 _DONE = "_already_called_process_weights_after_loading"
 _FAILURES = (NotImplementedError, RuntimeError, AssertionError, TypeError, AttributeError, KeyError)
@@ -57,7 +57,7 @@ def method_of(layer: torch.nn.Module) -> Any:
 
 
 def kind_of(layer: torch.nn.Module) -> str | None:
-    """How a layer is quantised, if splice describes it."""
+    """The layer's quantisation, if splice describes it."""
     if is_static(layer):
         block = getattr(method_of(layer), "weight_block_size", None) or ()
         return "per_block" if tuple(block) == (FP8_BLOCK, FP8_BLOCK) else None
@@ -130,10 +130,12 @@ def _disproof(layer: torch.nn.Module) -> str | None:
     for n, (want, scale) in ours.items():
         scale_name = fp8_scale(n, kind)
         if n not in made or scale_name not in made or scale_name not in live:
-            return f"{name} keeps no {scale_name} beside {n}"
+            return f"{name} keeps no {scale_name} with {n}"
         got = made[n].t() if is_turned else made[n]
         if not _same_bytes(got, want) or not _same_bytes(made[scale_name], scale):
-            return f"{name} makes other bytes of {n} than splice{dialect.fp8_block_remedy(kind)}"
+            return (
+                f"{name} quantises {n} to other bytes than splice{dialect.fp8_block_remedy(kind)}"
+            )
         pairs = ((made[n], live[n]), (made[scale_name], live[scale_name]))
         if any(a.dtype != b.dtype for a, b in pairs):
             return f"{name} keeps {n} or {scale_name} in another dtype than after loading"
@@ -184,7 +186,7 @@ def _same_bytes(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 def _as_vllm(layer: torch.nn.Module, loaded: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """What vLLM's method makes of weights as loaded. Layer and method stay as they are."""
+    """Convert weights as loaded by vLLM's method. Layer and method stay as they are."""
     method = copy.copy(method_of(layer))
     if hasattr(method, "fp8_linear"):
         method.fp8_linear = copy.copy(method.fp8_linear)
@@ -210,11 +212,11 @@ def _as_ours(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _unfollowed(layer: torch.nn.Module) -> str | None:
-    """Whether something beside the parameters depends on them, and would keep old values."""
+    """Why a tensor other than the parameters depends on them and would keep old values; or None."""
     method, own = method_of(layer), {t.data_ptr() for t in _parameters(layer).values()}
     name = type(method).__name__
-    if beside := packing.tensors_beside(layer):
-        return f"{name} makes {', '.join(beside)} of its weights"
+    if extra := packing.extra_tensors(layer):
+        return f"{name} derives {', '.join(extra)} from its weights"
     held = (getattr(method, a, None) for a in ("fp8_linear", "moe_quant_config"))
     if any(t.data_ptr() not in own for one in held for t in _tensors_in(one, depth=3)):
         return f"{name} keeps a copy of scales in its kernel"
@@ -255,7 +257,7 @@ def _quantised(
 ) -> dict[tuple[str, str], torch.nn.Module]:
     """The FP8 weights that the plan fills -> their layers."""
     layers = dict(model.named_modules())
-    keys = {(r.module, r.param) for r in plan.regions if r.param in WEIGHTS}
+    keys = {r.key for r in plan.regions if r.param in WEIGHTS}
     return {key: layers[key[0]] for key in sorted(keys) if kind_of(layers[key[0]]) is not None}
 
 
@@ -272,7 +274,7 @@ def groups(plan: PlacementPlan, manifest: Manifest, model: torch.nn.Module) -> l
     found: dict[tuple[str, str, int], set[int]] = {}
     place_of: dict[str, tuple[str, str, int]] = {}
     for region in plan.regions:
-        key = (region.module, region.param)
+        key = region.key
         if key not in quantised:
             continue
         spec, fmt = manifest.tensors[index_of[region.name]], plan.formats[key]
@@ -302,13 +304,13 @@ def placed(plan: PlacementPlan, sent: Manifest, model: torch.nn.Module) -> Place
     shapes = {spec.name: spec.shape for spec in sent.tensors}
     scales: dict[Region, None] = {}
     for part in plan.regions:
-        layer = quantised.get((part.module, part.param))
+        layer = quantised.get(part.key)
         if layer is not None:
             scale = _scale_region(part, plan, str(kind_of(layer)), _parameters(layer), shapes)
             scales[scale] = None
     cells: dict[tuple[str, str], set[tuple[int, int]]] = {}
     for scale in scales:
-        cells.setdefault((scale.module, scale.param), set()).add((scale.offset, scale.numel))
+        cells.setdefault(scale.key, set()).add((scale.offset, scale.numel))
     for key, layer in quantised.items():
         if _loaded_shape(layer, key[1]) != formats[key].shape:
             raise ManifestError(
@@ -352,7 +354,7 @@ def _scale_region(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Region:
     """The scales of a part of an HF matrix."""
-    fmt, (height, width) = plan.formats[(part.module, part.param)], shapes[part.name]
+    fmt, (height, width) = plan.format_of(part), shapes[part.name]
     scale = fp8_scale(part.param, kind)
     made = Region(
         name=fp8_scale(part.name, kind),
@@ -409,9 +411,9 @@ class _Cut:
 
     size: tuple[int, int]
     at: tuple[int, int]
-    """In the worker's parameter, of shape `own`."""
+    """First row and column in the worker's parameter, of shape `own`."""
     first: tuple[int, int]
-    """In the HF matrix, of shape `whole`."""
+    """First row and column in the HF matrix, of shape `whole`."""
     own: tuple[int, int]
     whole: tuple[int, int]
 

@@ -1,9 +1,9 @@
 """A KV cache in FP8: taken while each of its scales is the constant 1.0, else refused by name.
 
 vLLM multiplies queries, keys and values by scales of the attention layer. Without scales in the
-checkpoint and without `--calculate-kv-scales` they are 1.0, whatever the weights. New weights then
-cannot make them wrong. Scales that were calibrated belong to the weights of that time, so a cache
-with such scales is refused.
+checkpoint and without `--calculate-kv-scales` they are always 1.0. New weights then cannot make
+them wrong. Calibrated scales belong to the weights of that time, so a cache with such scales is
+refused.
 
     refusals(model, config)    at the start
     scaled_layers(model, config)    once; walking over a model's modules takes milliseconds
@@ -26,7 +26,7 @@ FP8 = frozenset({"fp8", "fp8_e4m3", "fp8_e5m2"})
 PLAIN = frozenset({"auto", "float32", "half", "float16", "bfloat16"})
 SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
 _COPIES = ("float", "cpu")
-"""Of each scale a layer may keep a Python number and a tensor on the CPU."""
+"""Suffixes of a scale's copies: a Python number, and a tensor on the CPU."""
 CONSTANT = 1.0
 
 
@@ -80,7 +80,7 @@ def _layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def _dtypes(model: torch.nn.Module, cache_config: Any) -> set[str]:
-    """What the caches are kept as; a checkpoint may choose another format for a layer."""
+    """Formats of the caches; a checkpoint may choose another one for a layer."""
     layers = (getattr(layer, "kv_cache_dtype", "auto") for layer in _layers(model).values())
     return {str(cache_config.cache_dtype), *map(str, layers)}
 

@@ -1,4 +1,4 @@
-"""How a layer arranges loaded weights in memory, learnt by loading indices instead of weights.
+"""The arrangement of a layer's weights in memory, learnt by loading indices instead of weights.
 
 The layer's own packing is run on a stand-in whose elements are their indices, one exact base-256
 digit at a time. If the result is a permutation, with or without padding, it is checked on random
@@ -45,11 +45,11 @@ class Packing:
         """The live tensor in checkpoint layout.
 
         Raises:
-            Unreadable: it is not what the packing makes of the shape.
+            Unreadable: the packing gives the shape another size.
         """
         live_SP = live.reshape(items, -1)
         if live_SP.shape[1] != self.source_P.numel():
-            raise Unreadable(f"{tuple(live.shape)} is not what its packing makes of {shape}")
+            raise Unreadable(f"{tuple(live.shape)} is not the packed size of {shape}")
         if self.is_identity:
             return live_SP.reshape(shape)
         kept_P = self.source_P >= 0
@@ -64,7 +64,7 @@ _KNOWN: dict[tuple[Any, ...], dict[str, Packing]] = {}
 def of_experts(
     layer: torch.nn.Module, method: Any, formats: Mapping[str, ParamFormat]
 ) -> dict[str, Packing]:
-    """How an unquantised MoE layer packs each of its parameters, for each expert.
+    """The packing of each parameter of an unquantised MoE layer, for each expert.
 
     Args:
         formats: the layer's parameters in checkpoint format, by name.
@@ -91,19 +91,19 @@ def of_experts(
     return _KNOWN[key]
 
 
-def of_tensors_beside(layer: torch.nn.Module, method: Any, fmt: ParamFormat) -> dict[str, Packing]:
-    """How a layer arranges a parameter, and the tensors that it makes of it, by attribute.
+def of_extra_tensors(layer: torch.nn.Module, method: Any, fmt: ParamFormat) -> dict[str, Packing]:
+    """The packing of a parameter, and of the tensors that the layer derives from it, by attribute.
 
     Raises:
         Unreadable: one of them is no permutation of the parameter.
     """
-    beside = tensors_beside(layer)
-    key = (type(layer), type(method), fmt.param, fmt.shape, fmt.dtype, *beside)
+    extra = extra_tensors(layer)
+    key = (type(layer), type(method), fmt.param, fmt.shape, fmt.dtype, *extra)
     if key not in _KNOWN:
 
         def pack(tensors_SF: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             stand_in = copy.copy(layer)
-            for name in beside:
+            for name in extra:
                 del stand_in.__dict__[name]
             loaded = tensors_SF[fmt.param].view(fmt.shape).to(getattr(torch, fmt.dtype))
             own = {n: p if p is None else p.detach().clone() for n, p in layer._parameters.items()}
@@ -112,16 +112,16 @@ def of_tensors_beside(layer: torch.nn.Module, method: Any, fmt: ParamFormat) -> 
                 for n, p in {**own, fmt.param: loaded.clone()}.items()
             }
             copy.copy(method).process_weights_after_loading(stand_in)
-            made = {fmt.param: stand_in._parameters[fmt.param], **tensors_beside(stand_in)}
+            made = {fmt.param: stand_in._parameters[fmt.param], **extra_tensors(stand_in)}
             return {n: t.detach().reshape(1, -1) for n, t in made.items() if t is not None}
 
-        made_of = dict.fromkeys((fmt.param, *beside), fmt.param)
+        made_of = dict.fromkeys((fmt.param, *extra), fmt.param)
         _KNOWN[key] = _learn(layer, pack, {fmt.param: fmt.shape}, items=1, made_of=made_of)
     return _KNOWN[key]
 
 
-def tensors_beside(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Tensors that a layer keeps beside its parameters and buffers, by attribute."""
+def extra_tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors that a layer keeps in addition to parameters and buffers, by attribute."""
     return {n: t for n, t in vars(layer).items() if isinstance(t, torch.Tensor)}
 
 

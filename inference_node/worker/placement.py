@@ -1,4 +1,4 @@
-"""Where each element of each HF tensor lands in the model's parameters.
+"""The place of each element of each HF tensor in the model's parameters.
 
 The plan comes from one run of the model's own `load_weights`. Sources are meta tensors with the
 manifest's shapes; destinations are the model's parameters in checkpoint format, also on meta. Every
@@ -13,6 +13,7 @@ the check before a publication (`local_findings`, `judge`) and the read-back of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,9 +22,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from inference_node.shared.reports import MAX_REFUSALS, Findings
+from inference_node.shared.reports import MAX_REFUSALS, Findings, PartKey
 from inference_node.worker import dialect, reload
 from orchestrator.protocol.messages import Manifest, TensorSpec
+from weight_transfer.digest import region_digest
 
 LOADER_ERRORS = (
     AssertionError,
@@ -70,12 +72,23 @@ class Region:
     strides: tuple[int, ...]
 
     @property
+    def key(self) -> tuple[str, str]:
+        """(module, param)."""
+        return self.module, self.param
+
+    @property
+    def part(self) -> PartKey:
+        """Which elements of the HF tensor they are."""
+        return self.first_index, self.size, self.index_strides
+
+    @property
     def numel(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.size:
-            count *= size
-        return count
+        return math.prod(self.size)
+
+    def digest(self, values: torch.Tensor) -> torch.Tensor:
+        """Digest of values in the region's shape, as a part of the HF tensor."""
+        return region_digest(values, first_index=self.first_index, index_strides=self.index_strides)
 
     def view_in(self, live: torch.Tensor) -> torch.Tensor:
         """View of the elements in the live tensor, which need not begin its storage."""
@@ -122,6 +135,14 @@ class PlacementPlan:
         for region in self.regions:
             found.setdefault(region.name, []).append(region)
         return found
+
+    def format_of(self, region: Region) -> ParamFormat:
+        """The parameter that a region lands in."""
+        return self.formats[region.key]
+
+    def owner_of(self, region: Region) -> tuple[str, str]:
+        """(module, param) of the live tensor that a region lands in."""
+        return self.format_of(region).alias_of or region.key
 
     def formats_of(self, module: str) -> dict[str, ParamFormat]:
         """The parameters of one layer, by name."""
@@ -416,13 +437,11 @@ def is_kept_whole(sent: str, kept: str) -> bool:
 def local_findings(plan: PlacementPlan, manifest: Manifest) -> Findings:
     """This worker's part of the check. Pure."""
     specs = {spec.name: spec for spec in manifest.tensors}
-    loaded: dict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {}
+    loaded: dict[str, list[PartKey]] = {}
     lossy: dict[str, str] = {}
     for region in plan.regions:
-        loaded.setdefault(region.name, []).append(
-            (region.first_index, region.size, region.index_strides)
-        )
-        sent, kept = specs[region.name].dtype, plan.formats[(region.module, region.param)].dtype
+        loaded.setdefault(region.name, []).append(region.part)
+        sent, kept = specs[region.name].dtype, plan.format_of(region).dtype
         if not is_kept_whole(sent, kept):
             lossy[region.name] = f"sent as {sent}, kept as {kept} in {region.module}.{region.param}"
     return Findings(

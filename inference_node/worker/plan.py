@@ -36,25 +36,21 @@ class WorkerUpdate:
 
     manifest: Manifest
     plan: placement.PlacementPlan
-    part: tuple[int, ...] | None
-    """Indices of its tensors in the whole manifest. None: all."""
-    reload: frozenset[int]
-    """Indices, within the update, of the tensors that take the reload path."""
-    is_own: bool
-    """Whether it has `live` chunks where this replica can take them."""
+    asked: tuple[tuple[int, ...] | None, frozenset[int], bool]
+    """Arguments of the layout: the part, what is reloaded of it, and whether it is `is_own`."""
     chunks: tuple[WireChunk, ...]
     receiver: direct.DirectReceiver
 
 
 class WorkerPlan:
-    """See the module. One for the life of a worker."""
+    """Plans of one worker, for its whole life; see the module."""
 
     def __init__(self, *, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
         self._model, self._vllm_config, self._device = model, vllm_config, device
         self._recorded: tuple[Manifest, placement.PlacementPlan] | None = None
         """The trainer's manifest and its plan."""
         self._checked: tuple[Manifest, placement.PlacementPlan] | None = None
-        """What is sent, and its plan. They are the trainer's unless weights travel as FP8."""
+        """The manifest that is sent, and its plan: the trainer's unless weights travel as FP8."""
         self._together: list[tuple[int, ...]] = []
         """Indices of what is sent that must share a chunk: FP8 weights with their scales."""
         self._live: direct.Live = {}
@@ -82,7 +78,7 @@ class WorkerPlan:
             lossy = verify.loses_zero_sign(self._model, plan)
             self.corrected = {}
             for region in plan.regions:
-                if (region.module, region.param) in lossy:
+                if region.key in lossy:
                     self.corrected.setdefault(region.name, []).append(region)
             self._live = direct.live_parameters(self._model, plan)
             self.deriving = derived.deriving_layers(self._model)
@@ -155,7 +151,7 @@ class WorkerPlan:
         Args:
             reload_indices: tensors of the whole manifest that some worker reloads, as whole layers.
             part: ascending indices of the tensors that the updates bring. None: all.
-            is_own: receive in place what this replica can, whatever others can.
+            is_own: receive in place what this replica can, even if others cannot.
 
         Raises:
             ManifestError: a layer is incomplete, or an unplaceable tensor is not reloaded.
@@ -172,13 +168,12 @@ class WorkerPlan:
         everything = range(len(manifest.tensors)) if part is None else part
         reload_within = frozenset(n for n, i in enumerate(everything) if i in reloaded)
         known = self._whole if part is None else self._part
-        wanted = (part, reload_within, is_own)
-        if known is None or (known.part, known.reload, known.is_own) != wanted:
+        if known is None or known.asked != (part, reload_within, is_own):
             known = self._lay_out(part, reload_within, is_own=is_own)
-            if part is None:
-                self._whole = known
-            else:
-                self._part = known
+        if part is None:
+            self._whole = known
+        else:
+            self._part = known
         return known.chunks
 
     def _lay_out(
@@ -201,9 +196,7 @@ class WorkerPlan:
         return WorkerUpdate(
             manifest=manifest,
             plan=plan,
-            part=part,
-            reload=reload_within,
-            is_own=is_own,
+            asked=(part, reload_within, is_own),
             chunks=chunks,
             receiver=receiver,
         )

@@ -6,7 +6,7 @@ Five things go wrong there (seen on 0.32, code read in 0.26):
 
 * *MoE on the CPU, 0.28 to 0.32*: `UnquantizedFusedMoEMethod._setup_kernel` skips the experts'
   packing hook if a kernel exists. An update then silently copies raw weights into packed storage.
-  `mend_moe_prepack` runs the skipped hook, and does nothing where vLLM calls it. It can go when
+  `repair_moe_prepack` runs the skipped hook, and does nothing where vLLM calls it. It can go when
   vLLM calls the hook on updates too.
 * *Tied embeddings on the CPU*: the head has its own packed copy of the embedding, receives no
   tensor, and keeps the old copy. `repack_tied` packs it again. It can go when vLLM's reload
@@ -38,13 +38,13 @@ from vllm.model_executor.model_loader.reload import layerwise as vllm_layerwise
 
 from inference_node.worker import dialect
 
-_MENDED = "_splice_prepack_mended"
+_REPAIRED = "_splice_prepack_repaired"
 
 
 def start(model: torch.nn.Module) -> None:
     """Put every layer into checkpoint format on the meta device, ready for `load_weights`."""
     reset(model)
-    mend_moe_prepack(model)
+    repair_moe_prepack(model)
     name_partial_loaders(model)
     initialize_layerwise_reload(model)
 
@@ -129,18 +129,18 @@ def _is_collecting_loader(tensor: torch.Tensor) -> bool:
     )
 
 
-def mend_moe_prepack(model: torch.nn.Module) -> None:
+def repair_moe_prepack(model: torch.nn.Module) -> None:
     """Run each MoE method's packing hook exactly once per update, whether or not vLLM runs it."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if (
             method is None
-            or getattr(method, _MENDED, False)
+            or getattr(method, _REPAIRED, False)
             or not dialect.moe_prepack_is_skipped_on_reload(method)
         ):
             continue
         method.process_weights_after_loading = _with_hook_once(method)
-        setattr(method, _MENDED, True)
+        setattr(method, _REPAIRED, True)
 
 
 def name_partial_loaders(model: torch.nn.Module) -> None:

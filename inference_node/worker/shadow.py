@@ -1,13 +1,13 @@
-"""Shadow mode in the worker: receives an update beside the live tensors while the engine steps.
+"""Shadow mode in the worker: receives an update into separate memory while the engine steps.
 
     shadow = Shadow(manifest=..., chunks=..., device=..., stream=...)     buffers, all or none
-    shadow.start(group=..., watchdog=..., update_id=..., deadline_s=...)  returns at once
+    shadow.start(group=..., watchdog=..., update_id=..., deadline_s=...)  returns immediately
     shadow.poll()                                                         None, then the digests
     shadow.buffers                                                        for the swap
     shadow.close()                                                        ends the thread
 
 Nothing here touches a live tensor, so until the swap a failure leaves @N as it was. On CUDA the
-thread has a stream of its own, which the group's stream and the digests follow. Neither it nor the
+thread has its own stream, which the group's stream and the digests follow. Neither it nor the
 model's stream waits for the other. The buffers come from that stream's memory; other memory might
 still be read by a kernel of the model. The thread holds the GIL only to queue work, and to look at
 an event at most every two milliseconds.
@@ -34,13 +34,13 @@ from weight_transfer.groups import TransferGroup
 from weight_transfer.layout import views_of
 
 RESERVE_BYTES = 512 * 2**20
-"""Bytes that stay free beside the shadow, for generation."""
+"""Bytes that stay free for generation."""
 END_S = 5.0
 """Seconds that `close` waits for the thread after aborting its group."""
 
 
 def why_not(nbytes: int, *, free_bytes: int, budget_bytes: int) -> str | None:
-    """Why an update cannot be received beside the live tensors; None if it can. Pure."""
+    """Why an update does not fit into shadow memory; None if it fits. Pure."""
     if nbytes > budget_bytes:
         return (
             f"it brings {nbytes:,} bytes, more than the {budget_bytes:,} that shadow mode may use "
@@ -76,7 +76,7 @@ class Arrived:
 
 
 class Shadow:
-    """One update beside the live tensors.
+    """One update in shadow memory.
 
     Args:
         stream: on CUDA, the stream of all shadows of this worker. None elsewhere.
@@ -119,7 +119,7 @@ class Shadow:
         """
         if self._thread is not None:
             raise TransferError(
-                "this update is being received, or was, beside the live tensors; open another one"
+                "this shadow was started before; open another one with PrepareShadow"
             )
         self._group = group
         arguments = (group, watchdog, update_id, deadline_s)
@@ -129,13 +129,13 @@ class Shadow:
         self._thread.start()
 
     def poll(self) -> Arrived | None:
-        """What has arrived; None while bytes arrive.
+        """Digests of what has arrived; None while bytes arrive.
 
         Raises:
-            TransferError and its kin: the receive failed. Nothing was changed.
+            TransferError or a subclass: the receive failed. Nothing was changed.
         """
         if self._thread is None:
-            raise TransferError("nothing is being received beside the live tensors; start it first")
+            raise TransferError("nothing is being received into shadow memory; start it first")
         if self._thread.is_alive():
             return None
         if self._error is not None:
@@ -201,7 +201,7 @@ class Shadow:
             group.synchronize(last, deadline_s=_left_s(deadline))
         arrived = time.monotonic()
         digests_N = torch.zeros(len(self._manifest.tensors), dtype=torch.int64, device=self._device)
-        # All at once: many small tables would hold the GIL that the engine needs.
+        # One table for all: many small ones would hold the GIL that the engine needs.
         tensors = [
             t
             for chunk, buffer_B in zip(self._chunks, buffers, strict=True)
@@ -221,5 +221,5 @@ class Shadow:
 def _left_s(deadline: float) -> float:
     left_s = deadline - time.monotonic()
     if left_s <= 0:
-        raise TransferTimeout("the deadline passed before all of the update had come")
+        raise TransferTimeout("the deadline passed before the whole update had arrived")
     return left_s

@@ -7,7 +7,7 @@ Five layouts can be read back:
   one, and its layer is known not to permute it.
 * *unquantised MoE*: the kernel's packing permutes each expert's elements. The permutation is found
   by packing the elements' indices (`Packing`), checked on random data, and inverted.
-* *layers with tensors beside their parameters*, such as a convolution on the CPU: those tensors and
+* *layers with additional tensors*, such as a convolution on the CPU: those tensors and
   the parameter may be arrangements of what was loaded. They are learnt in the same way.
 * *linear layers on the CPU*: vLLM keeps a packed copy inside `cpu_linear` and drops the weight. The
   copy's product with unit vectors is exactly the weight (one term per sum), but -0.0 becomes 0.0.
@@ -30,7 +30,6 @@ from inference_node.shared.reports import PartDigest, WorkerDigests
 from inference_node.worker import dialect, packing
 from inference_node.worker.packing import Unreadable
 from inference_node.worker.placement import ParamFormat, PlacementPlan, Region, is_kept_whole
-from weight_transfer.digest import region_digest
 
 PROBE_COLUMNS = 512
 """Unit vectors per product when a packed linear layer is read back; bounds the scratch."""
@@ -70,11 +69,11 @@ def why_not_in_place(
         except Unreadable as why:
             return str(why)
         return None if is_identity else f"{name} keeps {fmt.param} packed"
-    is_plain = kind in _PLAIN_METHODS or kind == packing.MOE_METHOD or _is_beside_fp8(siblings)
+    is_plain = kind in _PLAIN_METHODS or kind == packing.MOE_METHOD or _is_next_to_fp8(siblings)
     if method is not None and not is_plain:
         return f"{kind} converts {fmt.param}"
-    if method is not None and (beside := packing.tensors_beside(layer)):
-        return f"{name} makes {', '.join(beside)} of its parameters"
+    if method is not None and (extra := packing.extra_tensors(layer)):
+        return f"{name} derives {', '.join(extra)} from its parameters"
     return None
 
 
@@ -106,9 +105,7 @@ def read_back(
         for live in copies:
             for region in regions:
                 view = _as_sent(live.tensor, plan, region)
-                total = region_digest(
-                    view, first_index=region.first_index, index_strides=region.index_strides
-                )
+                total = region.digest(view)
                 if live.loses_zero_sign:
                     total = total + corrections.get(region, 0)
                 parts.setdefault(region.name, []).append((region, total))
@@ -118,7 +115,7 @@ def read_back(
 def _by_param(plan: PlacementPlan) -> dict[tuple[str, str], list[Region]]:
     grouped: dict[tuple[str, str], list[Region]] = {}
     for region in plan.regions:
-        grouped.setdefault((region.module, region.param), []).append(region)
+        grouped.setdefault(region.key, []).append(region)
     return grouped
 
 
@@ -131,16 +128,11 @@ def _as_sent(live: torch.Tensor, plan: PlacementPlan, region: Region) -> torch.T
 def _to_host(
     parts: Mapping[str, Sequence[tuple[Region, torch.Tensor]]],
 ) -> dict[str, list[PartDigest]]:
-    """Copy all digests from the device at once."""
+    """Copy all digests from the device in one go."""
     flat = [total for found in parts.values() for _, total in found]
     values = iter(torch.stack(flat).tolist() if flat else ())
     return {
-        name: [
-            PartDigest(
-                key=(r.first_index, r.size, r.index_strides), numel=r.numel, digest=next(values)
-            )
-            for r, _ in found
-        ]
+        name: [PartDigest(key=r.part, numel=r.numel, digest=next(values)) for r, _ in found]
         for name, found in parts.items()
     }
 
@@ -184,13 +176,13 @@ def _layer_copies(
         assert live is not None
         packed = packing.of_experts(layer, method, siblings)[fmt.param]
         return [_Live(tensor=packed.unpack(live.data, fmt.shape, items=fmt.shape[0]))]
-    is_plain = kind in _PLAIN_METHODS or kind == packing.MOE_METHOD or _is_beside_fp8(siblings)
+    is_plain = kind in _PLAIN_METHODS or kind == packing.MOE_METHOD or _is_next_to_fp8(siblings)
     if method is not None and not is_plain:
         raise Unreadable(f"{kind} keeps it in a layout that is not read back")
-    if method is not None and fmt.param == "weight" and packing.tensors_beside(layer):
+    if method is not None and fmt.param == "weight" and packing.extra_tensors(layer):
         return [
             _Live(tensor=p.unpack(getattr(layer, name).data, fmt.shape, items=1))
-            for name, p in packing.of_tensors_beside(layer, method, fmt).items()
+            for name, p in packing.of_extra_tensors(layer, method, fmt).items()
         ]
     copies: list[_Live] = []
     if live is not None and live.numel() > 0:
@@ -212,7 +204,7 @@ def _layer_copies(
     return copies
 
 
-def _is_beside_fp8(siblings: Mapping[str, ParamFormat]) -> bool:
+def _is_next_to_fp8(siblings: Mapping[str, ParamFormat]) -> bool:
     """Whether a layer's quantisation is described, so that its bias is as loaded."""
     return any(fmt.is_fp8 for fmt in siblings.values())
 
@@ -271,11 +263,7 @@ def zero_sign_correction(tensor: torch.Tensor, region: Region) -> int:
     )
     if not bool(((view == 0) & torch.signbit(view)).any()):
         return 0
-    signed, unsigned = (
-        region_digest(v, first_index=region.first_index, index_strides=region.index_strides)
-        for v in (view, view + 0.0)
-    )
-    return int(signed - unsigned)
+    return int(region.digest(view) - region.digest(view + 0.0))
 
 
 # ------------------------------------------ putting the workers' parts together

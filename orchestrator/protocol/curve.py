@@ -8,7 +8,7 @@ Without key folders, every process derives the same two key pairs from the run's
 never travels to a stranger. With key folders, each node has its own key, and the orchestrator knows
 the role and node id of each key.
 
-    DIR/orchestrator/server.key_secret          `splice serve --curve-dir DIR/orchestrator`
+    DIR/orchestrator/server.key_secret          `orchestrator.curve_dir`
     DIR/orchestrator/peers/ROLE.NODE_ID.key     public keys of those that may join
     DIR/NAME/server.key, ROLE.NODE_ID.key_secret    SPLICE_CURVE_DIR=DIR/NAME on that peer's host
 """

@@ -4,9 +4,12 @@ from splice.rl import Loop, LoopConfig
 """
 
 from splice.rl.config import LoopConfig, SamplingConfig
-from splice.rl.loop import Loop, Reward, Rollout, SampleFailed, Step
+from splice.rl.loop import Loop
 from splice.rl.rewards import trl_reward
+from splice.rl.rollouts import Rollout, SampleFailed
 from splice.rl.sampler import RequestRefused, Row
+from splice.rl.scoring import Reward
+from splice.rl.steps import Step
 from splice.rl.turns import Environment, Sample, Scored, Turn
 
 __all__ = [

@@ -291,6 +291,10 @@ class Past:
     prompts: int | None = None
     lr: float | None = None
 
+    def ended(self, step: int) -> None:
+        """The open step was trained or set aside."""
+        self.done, self.open, self.attempt = step, None, 0
+
     def reopen(self) -> None:
         """The last step's optimizer steps are lost: its batch is sent again."""
         assert self.last is not None

@@ -29,7 +29,6 @@ import psutil
 
 from orchestrator.errors import JobFailed, NodeLost
 from orchestrator.processes.child import descendants
-from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerConfig
 from orchestrator.protocol.messages import (
     InitialSyncJob,
     LossSpec,
@@ -38,8 +37,8 @@ from orchestrator.protocol.messages import (
     batch_specs,
     new_id,
 )
-from orchestrator.publication.config import PublicationConfig
-from splice.cluster import Cluster, ClusterConfig
+from splice.cluster import Cluster
+from splice.run_file import RunFile
 from tests.chaos import history
 from tests.chaos.history import Event, History
 from tests.chaos.processes import ROOT
@@ -147,32 +146,25 @@ def run_real(seed: str, minutes: float, folder: Path) -> list[str]:
         stdout=subprocess.DEVNULL,
     )
     python = Path(os.environ.get("SPLICE_INFERENCE_PYTHON", ROOT / ".venv-inference/bin/python"))
-    config = ClusterConfig(
-        run_dir=folder / "run",
+    run = RunFile(
         name="tiny",
-        trainer_python=Path(sys.executable),
-        inference_python=python,
-        trainer=TrainerConfig(
-            model=model,
-            lora=LoraConfig(rank=8, alpha=16),
-            loss_modules=("tests.trainer_node.launcher.poison",),
-        ),
-        inference=(
-            InferenceConfig(
-                model=model,
-                name="tiny",
-                max_model_len=256,
-                cpu_kv_cache_gb=0.1,
-                max_restarts=1000,
-            ),
-        ),
-        trainer_restarts=1000,
-        orchestrator_restarts=1000,
-        keep_versions=3,
-        publication=PublicationConfig(mode=dice.choice(("in_place", "shadow"))),
+        model=model,
+        run_dir=folder / "run",
+        orchestrator={"keep_versions": 3},
+        publication={"mode": dice.choice(("in_place", "shadow"))},
+        trainer={
+            "max_restarts": 1000,
+            "loss_modules": ("tests.trainer_node.launcher.poison",),
+        },
+        inference={
+            "python": python,
+            "max_model_len": 256,
+            "cpu_kv_cache_gb": 0.1,
+            "max_restarts": 1000,
+        },
     )
     problems: list[str] = []
-    with Cluster(config) as cluster:
+    with Cluster(run, orchestrator_restarts=1000) as cluster:
         cluster.client.run(InitialSyncJob(), timeout_s=JOB_S)
         url = cluster.base_urls[0]
         asking = Asking(lambda: url, notes)

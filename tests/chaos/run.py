@@ -48,7 +48,15 @@ from tests.chaos.history import History
 from tests.chaos.links import Links
 from tests.chaos.nodes import BASE, LONG, MODEL, POISON
 from tests.chaos.processes import ROOT, Process
+from tests.orchestrator.serving import run_file
 
+WAITS_S = {
+    "join_timeout_s": 60.0,
+    "plan_timeout_s": 60.0,
+    "transfer_timeout_s": 60.0,
+    "commit_timeout_s": 30.0,
+    "recovery_timeout_s": 90.0,
+}
 BATCH = batch_specs(num_sequences=1, num_tokens=2)
 FORWARD = forward_specs(num_sequences=1, num_tokens=2)
 JOB_WITHIN_S = 240.0
@@ -136,22 +144,7 @@ class Run:
         self._mount()
         names = [f"inference-{i}" for i in range(settings.replicas)]
         orchestrator = self._process("orchestrator")
-        orchestrator.argv = [
-            "-m",
-            "tests.chaos.serving",
-            "serve",
-            "--run-dir",
-            str(self.run_dir),
-            "--name",
-            "m",
-            "--replicas",
-            str(settings.replicas),
-            "--mode",
-            settings.mode,
-            "--resume",
-            "--keep-versions",
-            "3",
-        ]
+        orchestrator.argv = ["-m", "tests.chaos.serving", "serve", str(self._file()), "--resume"]
         orchestrator.env = {"SPLICE_CHAOS_PACE": str(settings.pace)}
         orchestrator.start()
         self.endpoint = self._endpoint()
@@ -169,6 +162,20 @@ class Run:
             self._node(name, "inference", port, [])
         self._watch = threading.Thread(target=self._look_after, name="watch", daemon=True)
         self._watch.start()
+
+    def _file(self) -> Path:
+        """The run's file. Every wait of the orchestrator is shorter."""
+        settings, pace = self.settings, self.settings.pace
+        return run_file(
+            self.run_dir,
+            inference={"replicas": settings.replicas},
+            orchestrator={
+                "keep_versions": 3,
+                "ready_timeout_s": 120.0 / pace,
+                "train_timeout_s": 120.0 / pace,
+            },
+            publication={"mode": settings.mode, **{k: s / pace for k, s in WAITS_S.items()}},
+        )
 
     def _process(self, name: str) -> Process:
         self.processes[name] = Process(
@@ -236,17 +243,7 @@ class Run:
         """A second orchestrator in the run folder; what is to be called when it should
         have ended.
         """
-        argv = [
-            sys.executable,
-            "-m",
-            "splice",
-            "serve",
-            "--run-dir",
-            str(self.run_dir),
-            "--name",
-            "m",
-            "--resume",
-        ]
+        argv = [sys.executable, "-m", "splice", "serve", str(self._file()), "--resume"]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "SPLICE_RUN_TOKEN": self.token}
         twin, first = (
             subprocess.Popen(argv, cwd=ROOT, env=env, stderr=subprocess.DEVNULL),
@@ -280,7 +277,7 @@ class Run:
         before, after = self.run_dir, self.folder / f"run-{new_id('moved')}"
         before.rename(after)
         self.run_dir, orchestrator = after, self.processes["orchestrator"]
-        orchestrator.argv = [str(after) if w == str(before) else w for w in orchestrator.argv]
+        orchestrator.argv[3] = str(self._file())
         for process in self.processes.values():
             process.start()
 

@@ -10,7 +10,6 @@ import os
 import sqlite3
 from typing import Any
 
-import orchestrator.config
 import orchestrator.liveness
 import orchestrator.open_requests
 import orchestrator.resync
@@ -18,18 +17,9 @@ import orchestrator.router
 from orchestrator import between_jobs
 from orchestrator.journal import Journal
 from orchestrator.protocol import node_link
-from orchestrator.publication.config import PublicationConfig
 from splice import cli
 from tests.chaos.clocks import stepped_clocks
 from tests.chaos.traps import Traps
-
-WAITS_S = {
-    "join_timeout_s": 60.0,
-    "plan_timeout_s": 60.0,
-    "transfer_timeout_s": 60.0,
-    "commit_timeout_s": 30.0,
-    "recovery_timeout_s": 90.0,
-}
 
 
 class Trapped(sqlite3.Connection):
@@ -59,13 +49,7 @@ def record_publication(self: Journal, *, state: str, **facts: Any) -> None:
 
 
 def quicken(pace: float) -> None:
-    """Every wait of the orchestrator, shorter."""
-    defaults = PublicationConfig.__init__.__kwdefaults__
-    defaults |= {name: value / pace for name, value in WAITS_S.items()}
-    orchestrator.config.OrchestratorConfig.__init__.__kwdefaults__ |= {
-        "ready_timeout_s": 120.0 / pace,
-        "train_timeout_s": 120.0 / pace,
-    }
+    """What no setting shortens."""
     orchestrator.router.LOST_AFTER_S /= pace  # type: ignore[misc]
     orchestrator.open_requests.STALL_AFTER_S /= pace  # type: ignore[misc]
     orchestrator.resync.RESYNC_LONGEST_S = 20.0 / pace  # type: ignore[misc]

@@ -16,7 +16,6 @@ import httpx
 import pytest
 
 from benchmarks.clusters import gpus
-from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerConfig
 from orchestrator.protocol.messages import (
     InitialSyncJob,
     LossSpec,
@@ -24,8 +23,8 @@ from orchestrator.protocol.messages import (
     TrainMergedJob,
     batch_specs,
 )
-from orchestrator.publication.config import PublicationConfig
-from splice.cluster import Cluster, ClusterConfig
+from splice.cluster import Cluster
+from splice.run_file import RunFile
 from tests.e2e.batches import PROMPT, as_batch
 from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
 
@@ -41,37 +40,28 @@ ROUNDING = 0.05
 """
 
 
-def config(model: Path, folder: Path, *, mode: str, device: str) -> ClusterConfig:
+def config(model: Path, folder: Path, *, mode: str, device: str) -> RunFile:
     cuda, (trainer_gpu, inference_gpu) = device == "cuda", gpus()
-    kind = {
-        "device": device,
-        "dtype": "bfloat16" if cuda else "float32",
-        "transport": "nccl" if cuda else "tcp",
-    }
-    trainer = TrainerConfig(
-        model=model,
-        lora=LoraConfig(rank=8, alpha=16, targets=("q_proj", "k_proj", "v_proj", "o_proj")),
-        **kind,
-    )
-    inference = InferenceConfig(
-        model=model,
+    return RunFile(
         name="tiny",
-        load_format="dummy",
-        gpus=(inference_gpu,) if cuda else (),
-        enforce_eager=not cuda,
-        gpu_memory_utilization=0.2,
-        extra_args=KV_CACHE if cuda else (),
-        **kind,
-    )
-    return ClusterConfig(
+        model=model,
         run_dir=folder / "run",
-        name="tiny",
-        trainer_python=TRAINER_PYTHON,
-        inference_python=INFERENCE_PYTHON,
-        trainer=trainer,
-        inference=(inference,),
-        trainer_gpus=(trainer_gpu,) if cuda else (),
-        publication=PublicationConfig(mode=mode),
+        device=device,
+        publication={"mode": mode},
+        trainer={
+            "python": TRAINER_PYTHON,
+            "lora": {"targets": ("q_proj", "k_proj", "v_proj", "o_proj")},
+            "gpus": (trainer_gpu,) if cuda else (),
+        },
+        inference={
+            "python": INFERENCE_PYTHON,
+            "load_format": "dummy",
+            "gpus": (inference_gpu,) if cuda else (),
+            "max_model_len": 512,
+            "max_num_seqs": 64,
+            "gpu_memory_utilization": 0.2,
+            "extra_args": KV_CACHE if cuda else (),
+        },
     )
 
 

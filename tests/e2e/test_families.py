@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Literal
 
 import httpx
 import peft
@@ -14,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from orchestrator.protocol.config import FinetuningType, InferenceConfig, LoraConfig, TrainerConfig
+from orchestrator.protocol.config import FinetuningType
 from orchestrator.protocol.messages import (
     InitialSyncJob,
     LossSpec,
@@ -22,8 +21,8 @@ from orchestrator.protocol.messages import (
     TrainMergedJob,
     batch_specs,
 )
-from orchestrator.publication.config import PublicationConfig
-from splice.cluster import Cluster, ClusterConfig
+from splice.cluster import Cluster
+from splice.run_file import RunFile
 from splice.smoke import served
 from splice.smoke.config import TAU
 from tests.e2e.batches import PROMPT, as_batch
@@ -79,30 +78,25 @@ def ask(cluster: Cluster, model: str, sequences: list[list[int]]) -> served.Logp
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in UNLISTED])
 def test_two_publications(family: str, kind: FinetuningType, tmp_path: Path) -> None:
     model = checkpoint(family, tmp_path / "model")
-    dtype: Literal["float32", "bfloat16"] = "bfloat16" if family in BFLOAT16 else "float32"
-    config = ClusterConfig(
-        run_dir=tmp_path / "run",
+    dtype = "bfloat16" if family in BFLOAT16 else "float32"
+    run = RunFile(
         name="tiny",
-        trainer_python=TRAINER_PYTHON,
-        inference_python=INFERENCE_PYTHON,
-        trainer=TrainerConfig(
-            model=model,
-            admission="skip",
-            dtype=dtype,
-            finetuning_type=kind,
-            lora=LoraConfig(rank=4, alpha=8.0),
-        ),
-        inference=(
-            InferenceConfig(
-                model=model, name="tiny", dtype=dtype, load_format="dummy", max_model_len=128
-            ),
-        ),
-        publication=PublicationConfig(canary=family not in UNSERVED),  # a canary is a request
+        model=model,
+        run_dir=tmp_path / "run",
+        dtype=dtype,
+        publication={"canary": family not in UNSERVED},  # a canary is a request
+        trainer={
+            "python": TRAINER_PYTHON,
+            "admission": "skip",
+            "finetuning_type": kind,
+            "lora": {"rank": 4, "alpha": 8.0},
+        },
+        inference={"python": INFERENCE_PYTHON, "load_format": "dummy", "max_model_len": 128},
     )
     sequences = served.probe_sequences(vocab_size=VOCAB_SIZE, prompts=[PROMPT], count=4)
     specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + len(ANSWER))
     before: served.Logprobs | None = None
-    with Cluster(config) as cluster:
+    with Cluster(run) as cluster:
         for version in range(3):
             job = TrainMergedJob(
                 loss=LossSpec(name="cross_entropy"), optim=OptimParams(lr=5e-3), tensors=specs

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerConfig
 from orchestrator.protocol.messages import (
     InitialSyncJob,
     LossSpec,
@@ -21,8 +20,8 @@ from orchestrator.protocol.messages import (
     TrainMergedJob,
     batch_specs,
 )
-from orchestrator.publication.config import PublicationConfig
-from splice.cluster import Cluster, ClusterConfig
+from splice.cluster import Cluster
+from splice.run_file import RunFile
 from tests.e2e.batches import PROMPT, as_batch
 from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
 from tests.e2e.servers import scored
@@ -31,32 +30,25 @@ pytestmark = pytest.mark.timeout(600)
 FP8 = ("--quantization", "fp8_per_channel")
 
 
-def config(model: Path, folder: Path, *vllm: str, mode: Any = "in_place", **more: Any) -> Any:
-    inference = InferenceConfig(
-        model=model,
+def config(
+    model: Path, folder: Path, *vllm: str, mode: Any = "in_place", **trainer: Any
+) -> RunFile:
+    workers = trainer.pop("workers", 1)
+    lora = {"targets": ("q_proj", "k_proj", "v_proj", "o_proj")}
+    return RunFile(
         name="tiny",
-        dtype="bfloat16",
-        max_model_len=256,
-        cpu_kv_cache_gb=0.1,
-        extra_args=vllm,
-        tensor_parallel=more.pop("workers", 1),
-    )
-    full = more.pop("full", False)
-    trainer = TrainerConfig(
         model=model,
-        dtype="bfloat16",
-        finetuning_type="full" if full else "lora",
-        lora=LoraConfig(rank=8, alpha=16, targets=("q_proj", "k_proj", "v_proj", "o_proj")),
-    )
-    return ClusterConfig(
         run_dir=folder / "run",
-        name="tiny",
-        trainer_python=TRAINER_PYTHON,
-        inference_python=INFERENCE_PYTHON,
-        trainer=trainer,
-        inference=(inference,),
-        publication=PublicationConfig(mode=mode),
-        **more,
+        dtype="bfloat16",
+        publication={"mode": mode},
+        trainer={"python": TRAINER_PYTHON, "lora": lora, **trainer},
+        inference={
+            "python": INFERENCE_PYTHON,
+            "max_model_len": 256,
+            "cpu_kv_cache_gb": 0.1,
+            "extra_args": vllm,
+            "tensor_parallel": workers,
+        },
     )
 
 
@@ -100,8 +92,8 @@ def test_a_trainer_killed_in_the_middle_of_an_fp8_transfer(
 ) -> None:
     marker = tmp_path / "killed"
     monkeypatch.setenv("SPLICE_TEST_KILL_MARKER", str(marker))
-    faulty = {"trainer_module": "tests.e2e.faulty_trainer", "full": True}
-    with Cluster(config(models["qwen3"], tmp_path, *FP8, **faulty)) as cluster:
+    plan = config(models["qwen3"], tmp_path, *FP8, finetuning_type="full")
+    with Cluster(plan, trainer_module="tests.e2e.faulty_trainer") as cluster:
         cluster.client.run(InitialSyncJob())
         first, second = follow(cluster, "in_place")
         assert marker.exists(), "the failure was not injected"

@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import pytest
 
-from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerConfig
 from orchestrator.protocol.messages import (
     InitialSyncJob,
     LossSpec,
@@ -21,7 +20,8 @@ from orchestrator.protocol.messages import (
     TrainMergedJob,
     batch_specs,
 )
-from splice.cluster import Cluster, ClusterConfig
+from splice.cluster import Cluster
+from splice.run_file import RunFile
 from tests.e2e.batches import PROMPT, as_batch
 from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
 from tests.e2e.servers import scored, server_of
@@ -61,18 +61,19 @@ def train(cluster: Cluster) -> dict[str, Any]:
 
 
 def test_one_of_two_servers_is_killed(models, tmp_path):
-    inference = InferenceConfig(
-        model=models["qwen3"], name="tiny", max_model_len=256, cpu_kv_cache_gb=0.1
-    )
-    config = ClusterConfig(
-        run_dir=tmp_path / "run",
+    run = RunFile(
         name="tiny",
-        trainer_python=TRAINER_PYTHON,
-        inference_python=INFERENCE_PYTHON,
-        trainer=TrainerConfig(model=models["qwen3"], lora=LoraConfig(rank=8, alpha=16)),
-        inference=(inference, inference),
+        model=models["qwen3"],
+        run_dir=tmp_path / "run",
+        trainer={"python": TRAINER_PYTHON},
+        inference={
+            "python": INFERENCE_PYTHON,
+            "replicas": 2,
+            "max_model_len": 256,
+            "cpu_kv_cache_gb": 0.1,
+        },
     )
-    with Cluster(config) as cluster:
+    with Cluster(run) as cluster:
         cluster.client.run(InitialSyncJob())
         first = train(cluster)
         one, other = cluster.base_urls

@@ -22,14 +22,18 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def argv(*more):
-    python = ["--trainer-python", str(TRAINER_PYTHON), "--inference-python", str(INFERENCE_PYTHON)]
-    return python_command(sys.executable, "-m", "splice", "smoke", *python, *map(str, more))
+    pythons = (f"trainer.python={TRAINER_PYTHON}", f"inference.python={INFERENCE_PYTHON}")
+    return python_command(sys.executable, "-m", "splice", "smoke", *sets(*pythons), *map(str, more))
+
+
+def sets(*overrides):
+    return [word for override in overrides for word in ("--set", override)]
 
 
 def smoke(tmp_path, *more, timeout=400):
     """Run it; returns (exit code, output, report)."""
     report = tmp_path / "report.json"
-    command = argv("--report", report, "--run-dir", tmp_path / "run", *more)
+    command = argv("--report", report, *sets(f"run_dir={tmp_path / 'run'}"), *more)
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     return (
         done.returncode,
@@ -38,14 +42,14 @@ def smoke(tmp_path, *more, timeout=400):
     )
 
 
-ATTENTION = "q_proj,k_proj,v_proj,o_proj"
+ATTENTION = 'trainer.lora.targets=["q_proj", "k_proj", "v_proj", "o_proj"]'
 
 
 @pytest.mark.parametrize(
     ("arch", "more"),
     [
         ("qwen3_moe", ()),
-        ("qwen3", ("--lora-targets", ATTENTION, "--mode", "shadow", "--trainer-tp", "2")),
+        ("qwen3", sets(ATTENTION, "publication.mode=shadow", "trainer.parallel.tensor=2")),
     ],
 )
 def test_from_checkpoint_to_version_two(arch, more, models, tmp_path):
@@ -103,8 +107,7 @@ def test_full_parameters_to_version_one(models, tmp_path):
         tmp_path,
         "--model",
         models["qwen3"],
-        "--finetuning-type",
-        "full",
+        *sets("trainer.finetuning_type=full"),
         "--lr",
         "1e-3",
         "--steps",
@@ -130,8 +133,7 @@ def test_a_trainer_killed_in_the_middle_of_a_transfer(models, tmp_path):
             tmp_path,
             "--model",
             models["qwen3_moe"],
-            "--finetuning-type",
-            "full",
+            *sets("trainer.finetuning_type=full"),
             "--trainer-module",
             "tests.e2e.faulty_trainer",
         )
@@ -149,7 +151,9 @@ def test_a_trainer_killed_in_the_middle_of_a_transfer(models, tmp_path):
 
 
 def test_ctrl_c_leaves_nothing_behind(models, tmp_path):
-    command = argv("--model", models["qwen3"], "--run-dir", tmp_path / "run", "--steps", "50")
+    command = argv(
+        "--model", models["qwen3"], *sets(f"run_dir={tmp_path / 'run'}"), "--steps", "50"
+    )
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -196,11 +200,12 @@ def _alive(process):
     ("more", "says"),
     [
         (["--model", "/nowhere"], "model /nowhere does not exist"),
-        (["--trainer-tp", "3"], "attention heads"),
+        (sets("trainer.parallel.tensor=3"), "attention heads"),
         (["--steps", "0"], "--steps"),
-        (["--lora-targets", "embed_tokens"], "targets"),
-        (["--inference-python", "/nowhere/python"], "no inference interpreter"),
-        (["--random-init"], "--no-proof"),
+        (sets('trainer.lora.targets=["embed_tokens"]'), "targets"),
+        (sets("inference.python=/nowhere/python"), "inference.python: no interpreter"),
+        (sets("trainer.init=random"), "--no-proof"),
+        (sets("trainer.lora.rnk=3"), "did you mean 'rank'?"),
     ],
 )
 def test_bad_input_starts_nothing(more, says, models, tmp_path):

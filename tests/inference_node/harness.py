@@ -163,6 +163,7 @@ class Node:
             "SPLICE_RUN_TOKEN": TOKEN,
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            "TORCH_COMPILE_DISABLE": "1",  # vLLM's sampler would compile for up to half a minute
         }
         argv = [
             sys.executable,

@@ -117,8 +117,8 @@ class FakeNode:
             handler = self.script.pop(kind, None) or getattr(self, f"on_{kind}", self._done)
             handler(envelope.message)
 
-    def _done(self, message: object) -> None:
-        self.link.complete(message.request_id)  # type: ignore[attr-defined]
+    def _done(self, message: object, **result: object) -> None:
+        self.link.complete(message.request_id, result=result)  # type: ignore[attr-defined]
 
     def refuse(self, message: object, *, code: ErrorCode = ErrorCode.PLAN_REFUSED) -> None:
         """Answer Failed."""
@@ -178,7 +178,7 @@ class FakeTrainer(FakeNode):
     def on_SaveCheckpoint(self, message) -> None:
         self.saved[message.checkpoint_dir] = list(self.weights)
         self._write(message)
-        self._done(message)
+        self._done(message, version=message.version)
 
     def _write(self, message) -> None:
         self.messages.append(message)

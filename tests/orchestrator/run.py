@@ -33,6 +33,7 @@ class Run:
             publication=PublicationConfig(**settings),
             replicas=replicas,
             ready_timeout_s=20,
+            keep_versions=0,
         )
         self.loop = asyncio.new_event_loop()
         self.error = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,15 @@ from tests.orchestrator.run import TOKEN
 REPO = Path(__file__).resolve().parents[2]
 
 
+def run_file(run_dir: Path, **tables: Any) -> Path:
+    """A file next to the run's folder, for an orchestrator of fake nodes."""
+    path = run_dir.with_suffix(".json")
+    roles: dict[str, Any] = {"trainer": {}, "inference": {}}
+    values = {"name": "m", "model": "model", "run_dir": str(run_dir), **roles, **tables}
+    path.write_text(json.dumps(values))
+    return path
+
+
 def start_serve(
     run_dir: Path,
     *options: str,
@@ -22,9 +32,8 @@ def start_serve(
     **environment: str,
 ) -> subprocess.Popen[bytes]:
     """One that resumes what is in `run_dir`. `module` is started in splice's place."""
-    argv = [sys.executable, "-m", module, "serve", "--run-dir", str(run_dir), "--name", "m"]
     return subprocess.Popen(
-        [*argv, "--resume", *options],
+        [sys.executable, "-m", module, "serve", str(run_file(run_dir)), "--resume", *options],
         cwd=REPO,
         env={**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "PYTHONPATH": str(REPO), **environment},
         stdout=log,

@@ -5,8 +5,8 @@ loss, everything.
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
-from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import (
     ErrorCode,
     InitialSyncJob,
@@ -95,7 +95,7 @@ def test_full_every_one_is_always_full_and_zero_is_refused(tmp_path):
     with Run(tmp_path, full_every=1) as run:
         start(run)
         assert train(run).sent == "full"
-    with pytest.raises(ConfigError, match="full_every"):
+    with pytest.raises(ValidationError, match="full_every"):
         PublicationConfig(transport="tcp", full_every=0)
 
 

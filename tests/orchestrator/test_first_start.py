@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import importlib.metadata
 import json
 import os
@@ -29,7 +28,7 @@ from orchestrator.server import Orchestrator
 from splice import up
 from splice.client import LOOK_S, SpliceClient
 from tests.orchestrator.run import TOKEN, Run
-from tests.orchestrator.serving import REPO, endpoint_in, start_serve
+from tests.orchestrator.serving import REPO, endpoint_in, run_file, start_serve
 
 OWN = "192.0.2.77"
 
@@ -121,7 +120,8 @@ def test_the_endpoint_of_a_wildcard_is_one_that_others_reach(tmp_path):
     keys, run = tmp_path / "keys", tmp_path / "run"
     argv = [sys.executable, "-m", "splice", "keys", str(keys)]
     subprocess.run(argv, check=True, capture_output=True, timeout=60)
-    options = ["--endpoint", "tcp://0.0.0.0:0", "--curve-dir", str(keys / "orchestrator")]
+    options = ["--set", "orchestrator.endpoint=tcp://0.0.0.0:0"]
+    options += ["--set", f"orchestrator.curve_dir={keys / 'orchestrator'}"]
     process = start_serve(run, *options)
     try:
         endpoint = endpoint_in(run)
@@ -151,9 +151,9 @@ def test_a_wait_names_whom_it_is_for_and_how_to_start_them(run, caplog):
     with pytest.raises(TimeoutError):
         run.client.wait(job_id, timeout_s=1.0)
     (said,) = [r.getMessage() for r in caplog.records if r.name == "splice.client"]
-    assert "trainer is not connected: start it with `splice trainer --config trainer.json" in said
-    assert f"--endpoint {run.endpoint}`" in said
-    assert "python -P -m inference_node --node-id inference-0" in said
+    assert "trainer is not connected: start it with `splice trainer run.toml`" in said
+    assert "`splice inference run.toml --index 0`" in said
+    assert f"SPLICE_ENDPOINT={run.endpoint}" in said
     run.replica(run.trainer())
     assert run.client.wait(job_id, timeout_s=20).alias == "m@0"
 
@@ -173,18 +173,9 @@ def test_a_wait_speaks_at_once_and_every_30_s(monkeypatch):
 
 def test_what_was_missing_is_in_the_failure(tmp_path):
     with Run(tmp_path) as run:
-        run.orchestrator._versions._config = dataclasses.replace(run.config, ready_timeout_s=0.3)
+        run.orchestrator._versions._config = run.config.model_copy(update={"ready_timeout_s": 0.3})
         with pytest.raises(JobFailed, match=r"inference-0 \(not connected\)"):
             run.client.run(InitialSyncJob(), timeout_s=20)
-
-
-def test_the_timeouts_are_options():
-    argv = [sys.executable, "-m", "splice", "serve", "--help"]
-    environment = {**os.environ, "COLUMNS": "200"}
-    shown = subprocess.run(
-        argv, capture_output=True, text=True, timeout=60, check=True, env=environment
-    ).stdout
-    assert "--train-timeout-s" in shown and "--ready-timeout-s" in shown
 
 
 # ---------------------------------------------------------------- wrong token, port, name, model
@@ -240,12 +231,11 @@ def test_another_version_of_splice_is_refused_at_once(run):
 
 def start_trainer(config: dict[str, object], folder: Path) -> subprocess.CompletedProcess[str]:
     """`splice trainer` against an orchestrator that is not there."""
-    file = folder / "trainer.json"
-    file.write_text(json.dumps(config))
-    argv = [sys.executable, "-m", "splice", "trainer", "--endpoint", "tcp://127.0.0.1:9"]
-    environment = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "PYTHONPATH": str(REPO)}
+    file = run_file(folder / "run", trainer=config)
+    address = {"SPLICE_ENDPOINT": "tcp://127.0.0.1:9", "SPLICE_RUN_TOKEN": TOKEN}
+    environment = {**os.environ, **address, "PYTHONPATH": str(REPO)}
     return subprocess.run(
-        [*argv, "--config", str(file)],
+        [sys.executable, "-m", "splice", "trainer", str(file)],
         env=environment,
         capture_output=True,
         text=True,
@@ -268,7 +258,7 @@ def test_a_missing_model_is_said_before_the_orchestrator_is_looked_for(tmp_path)
         ({"model": "m", "lora": {"rnk": 4}}, "lora.rnk: unknown key; did you mean 'rank'?"),
         ({"model": "m", "dtype": "bf16"}, "dtype: got 'bf16'; allowed: float32, bfloat16; did you"),
         ({}, "model: missing"),
-        ({"model": "m", "parallel": {"tensor": 2}}, "parallel: world_size 1 is not a multiple"),
+        ({"model": "m", "parallel": {"tensor": 2, "world_size": 1}}, "parallel: world_size 1 is"),
         ({"model": "m", "micro_batch_tokens": "max"}, "micro_batch_tokens: "),
     ],
 )
@@ -283,7 +273,8 @@ def test_a_mistake_in_a_file_names_file_key_and_remedy(config, said, tmp_path):
 
 
 def test_a_mistake_in_an_option_is_one_sentence():
-    argv = [sys.executable, "-m", "splice", "smoke", "--trainer-tp", "2", "--trainer-ranks", "3"]
+    argv = [sys.executable, "-m", "splice", "smoke", "--set", "model=m"]
+    argv += ["--set", "trainer.parallel.tensor=2", "--set", "trainer.parallel.world_size=3"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and "world_size 3 is not a multiple of tensor 2" in done.stdout
     assert "pydantic" not in done.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import socket
 import threading
@@ -22,7 +21,7 @@ from tests.orchestrator.run import BUFFERS, JOB, Run
 class Measured(Run):
     def __init__(self, tmp_path, *, port=0, **more):
         super().__init__(tmp_path, **more)
-        self.config = dataclasses.replace(self.config, metrics_port=port)
+        self.config = self.config.model_copy(update={"metrics_port": port})
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 
@@ -235,7 +234,9 @@ def test_a_job_that_the_journal_could_not_hold_is_refused(run, monkeypatch):
 
 def test_no_more_jobs_are_kept_than_there_is_room_for(run):
     trainer, go = run.trainer(), threading.Event()
-    run.orchestrator._jobs._config = dataclasses.replace(run.config, max_jobs=3, max_job_bytes=100)
+    run.orchestrator._jobs._config = run.config.model_copy(
+        update={"max_jobs": 3, "max_job_bytes": 100}
+    )
     trainer.script["TrainLora"] = lambda message: (go.wait(20), trainer._done(message))
     job = TrainLoraJob(tensors=BATCH, output_dir="/nowhere")
     kept = [run.client.submit(job, buffers=BUFFERS) for _ in range(2)]

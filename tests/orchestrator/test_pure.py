@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import array
-import dataclasses
 import io
 import json
 import math
 import random
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -21,8 +22,9 @@ from orchestrator.protocol.messages import Manifest, TensorSpec
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.state import REVERSIBLE, State, advance, after_failure
 from orchestrator.publication.verification import digest_mismatches
-from splice import cluster, preflight
+from splice import preflight
 from splice.batches import group_advantages
+from splice.run_file import RunFile, build, set_value
 from splice.smoke.config import SmokeConfig
 from splice.smoke.display import Display
 from splice.smoke.proof import judge, judge_sensitivity
@@ -174,7 +176,7 @@ def test_preflight_names_what_is_wrong(model, tmp_path):
     with pytest.raises(ConfigError, match="no model at"):
         preflight.check_model(tmp_path / "nowhere", needs_weights=True)
     (model / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="random-init"):
+    with pytest.raises(ConfigError, match=r"trainer\.init = "):
         preflight.check_model(model, needs_weights=True)
     (model / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 10}}}))
     with pytest.raises(ConfigError, match="wrong tokenizer"):
@@ -364,9 +366,9 @@ def test_an_interrupt_that_a_failing_clean_up_hides_is_found(
         def __exit__(self, *_: object) -> None: ...
 
     monkeypatch.setattr(run, "Cluster", Cluster)
-    monkeypatch.setattr(run, "check", lambda _: (None, {"vocab_size": 8}))
+    monkeypatch.setattr(run, "check", lambda _: {"vocab_size": 8})
     config = SmokeConfig(
-        model=tmp_path, run_dir=tmp_path / "run", trainer_python=tmp_path, inference_python=tmp_path
+        run=RunFile(name="m", model=tmp_path, run_dir=tmp_path / "run", trainer={}, inference={})
     )
     if interrupted:
         with pytest.raises(KeyboardInterrupt):
@@ -412,37 +414,20 @@ def test_a_smoke_in_a_file_has_no_markup() -> None:
     assert served.endswith(" s tiny@2 is served") and "[" not in served
 
 
-_TIMEOUTS = [f.name for f in dataclasses.fields(PublicationConfig) if "timeout_s" in f.name]
+_TIMEOUTS = [name for name in PublicationConfig.model_fields if "timeout_s" in name]
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *((key, bad) for key in _TIMEOUTS for bad in (0.0, -5.0, math.nan, math.inf)),
-        *(("attempts", 0), ("full_every", 0), ("shadow_bytes", -1)),
-        *(("drain_s", 500.0), ("drain_s", math.nan)),
+        *((key, bad) for key in _TIMEOUTS for bad in ("0.0", "-5.0", "nan", "inf")),
+        *(("attempts", "0"), ("full_every", "0"), ("shadow_bytes", "-1")),
+        *(("drain_s", "500.0"), ("drain_s", "nan")),
         *(("transport", "udp"), ("pause_mode", "never"), ("mode", "behind")),
     ],
 )
-def test_a_bad_publication_setting_is_named(key: str, value: object) -> None:
-    with pytest.raises(ConfigError) as caught:
-        PublicationConfig(**{key: value})  # type: ignore[arg-type]
-    words = {"pause_mode": "the pause mode is", "transport": "the transport is"}
-    words["mode"] = "the publication mode is"
-    assert str(caught.value).startswith(words.get(key, f"{key} is {value}; it must be"))
-
-
-OTHER = {"transport": "nccl", "pause_mode": "wait", "mode": "shadow", "canary": False}
-
-
-@pytest.mark.parametrize("setting", [f.name for f in dataclasses.fields(PublicationConfig)])
-def test_a_cluster_passes_each_publication_setting_on_or_refuses_it(setting: str) -> None:
-    default = PublicationConfig()
-    other = OTHER[setting] if setting in OTHER else 1 + (getattr(default, setting) or 0)
-    changed = dataclasses.replace(default, **{setting: other})
-    plain = cluster._publication_options(default, transport=default.transport)
-    if setting in cluster._WITHOUT_OPTION:
-        with pytest.raises(ConfigError, match=setting):
-            cluster._publication_options(changed, transport=changed.transport)
-    else:
-        assert cluster._publication_options(changed, transport=changed.transport) != plain
+def test_a_bad_publication_setting_is_named(key: str, value: str) -> None:
+    values: dict[str, Any] = {"name": "m", "model": "m", "trainer": {}, "inference": {}}
+    set_value(values, f"publication.{key}={value}")
+    with pytest.raises(ConfigError, match=rf"^run.toml: publication.*{key}"):
+        build(values, source=Path("run.toml"))

@@ -34,7 +34,7 @@ from splice.client import SpliceClient
 from tests.orchestrator.fake_nodes import FakeLauncher, FakeReplica, FakeTrainer, soon
 from tests.orchestrator.raw import raw_peer
 from tests.orchestrator.run import BATCH, BUFFERS, JOB, TOKEN
-from tests.orchestrator.serving import REPO, start_serve
+from tests.orchestrator.serving import REPO, run_file, start_serve
 
 
 class Killed:
@@ -348,7 +348,7 @@ def test_killed_in_memory_mode_exit(killed):
 def test_a_run_is_not_resumed_unasked(killed):
     killed.client.run(InitialSyncJob())
     killed.kill()
-    argv = [sys.executable, "-m", "splice", "serve", "--run-dir", str(killed.dir), "--name", "m"]
+    argv = [sys.executable, "-m", "splice", "serve", str(run_file(killed.dir))]
     env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "PYTHONPATH": str(REPO)}
     ran = subprocess.run(
         argv, cwd=REPO, env=env, capture_output=True, text=True, timeout=30, check=False

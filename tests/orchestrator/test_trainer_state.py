@@ -61,6 +61,23 @@ def test_a_status_says_how_the_trainer_is_apart_from_what_is_served(run, tmp_pat
     ]
 
 
+def test_gradients_outlive_a_failure_of_what_only_reads(run, tmp_path):
+    """As the trainer has it: scores that ran out of memory, an export to a full disk."""
+    trainer = run.trainer()
+    run.replica(trainer)
+    run.client.run(InitialSyncJob())
+    run.client.forward_backward(SmallBatch())
+    for kind, job in (
+        ("Forward", lambda: run.client.forward(SmallBatch())),
+        ("ExportHf", lambda: run.client.export_hf(str(tmp_path / "out"))),
+    ):
+        trainer.script[kind] = lambda m: trainer.refuse(m, code=ErrorCode.INTERNAL)
+        with pytest.raises(JobFailed, match="told to"):
+            job()
+    with pytest.raises(JobFailed, match="gradients are pending"):
+        run.client.run(ResyncJob())
+
+
 def restarted(replica):
     replica.live = [0, 0, 0]
     replica.restarted()

@@ -11,6 +11,7 @@ import socket
 import threading
 
 import pytest
+from pydantic import ValidationError
 
 from orchestrator.config import OrchestratorConfig
 from orchestrator.errors import ConfigError, JobFailed
@@ -289,7 +290,7 @@ def test_a_relative_path_of_a_job_is_relative_to_the_runs_folder(run):
 
 @pytest.mark.parametrize("name", ["q@1", "", "a/b", "a b"])
 def test_a_name_that_cannot_be_served_is_refused(name, tmp_path):
-    with pytest.raises(ConfigError, match="cannot be the served name"):
+    with pytest.raises(ValidationError, match="cannot be the served name"):
         OrchestratorConfig(
             run_dir=tmp_path,
             run_token=TOKEN,

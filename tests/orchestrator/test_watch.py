@@ -55,8 +55,8 @@ def test_a_frame_has_nodes_versions_and_the_last_publication(run, caplog):
         "inference-0": "ready",
     }
     text = watch(run)
-    assert f"serves {result['alias']}" in text and "no job runs" in text
-    assert f"@{result['version']}" in text and "inference-0" in text
+    assert f"serves {result.alias}" in text and "no job runs" in text
+    assert f"@{result.version}" in text and "inference-0" in text
 
 
 class Nvml:

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerConfig
 from orchestrator.protocol.messages import InitialSyncJob
-from orchestrator.publication.config import PublicationConfig
-from splice.cluster import Cluster, ClusterConfig
+from splice.cluster import Cluster
+from splice.run_file import RunFile
 from tests.e2e.conftest import (
     INFERENCE_PYTHON,
     ROOT,
@@ -36,31 +35,37 @@ def tiny_cluster(
     model: Path,
     run_dir: Path,
     *,
-    replicas: int = 1,
-    pause_mode: str = "keep",
-    trainer: TrainerConfig | None = None,
-    **more: Any,
+    trainer: dict[str, Any] | None = None,
+    module: str = "trainer_node",
+    **tables: Any,
 ) -> Iterator[Cluster]:
-    """A cluster that serves tiny@0."""
-    node = InferenceConfig(
+    """A cluster that serves tiny@0.
+
+    Args:
+        trainer: instead of a small adapter.
+        tables: more tables of the run.
+    """
+    inference = {
+        "python": INFERENCE_PYTHON,
+        "max_model_len": 512,
+        "cpu_kv_cache_gb": 0.1,
+        "extra_args": ("--chat-template", CHAT),
+        **tables.pop("inference", {}),
+    }
+    run = RunFile(
+        name=NAME,
         model=model,
-        name=NAME,
-        max_model_len=512,
-        cpu_kv_cache_gb=0.1,
-        extra_args=("--chat-template", CHAT),
-    )
-    config = ClusterConfig(
         run_dir=run_dir,
-        name=NAME,
-        trainer_python=TRAINER_PYTHON,
-        inference_python=INFERENCE_PYTHON,
-        trainer=trainer
-        or TrainerConfig(model=model, admission="skip", lora=LoraConfig(rank=4, alpha=8)),
-        inference=(node,) * replicas,
-        publication=PublicationConfig(pause_mode=pause_mode),  # type: ignore[arg-type]
-        **more,
+        trainer={
+            "python": TRAINER_PYTHON,
+            "admission": "skip",
+            "lora": {"rank": 4, "alpha": 8},
+            **(trainer or {}),
+        },
+        inference=inference,
+        **tables,
     )
-    with Cluster(config) as cluster:
+    with Cluster(run, trainer_module=module) as cluster:
         cluster.client.run(InitialSyncJob(), timeout_s=120)
         yield cluster
 

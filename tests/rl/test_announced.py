@@ -34,9 +34,7 @@ LOOP = {
 @pytest.fixture(scope="module")
 def slow(models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("slow")
-    with tiny_cluster(
-        models["qwen3"], folder / "run", trainer_module="tests.rl.slow_disk"
-    ) as cluster:
+    with tiny_cluster(models["qwen3"], folder / "run", module="tests.rl.slow_disk") as cluster:
         yield cluster
 
 

@@ -20,7 +20,7 @@ FOLDER = ROOT / "examples/arithmetic"
 def test_two_steps_and_two_more(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(decisions, "LOOP_DIR", f"loop-{tmp_path.name}")
     train = runpy.run_path(str(FOLDER / "train.py"))
-    run_dir, curve = cluster.config.run_dir, tmp_path / "curve.json"
+    run_dir, curve = cluster.run.run_dir, tmp_path / "curve.json"
     options = ["--groups", "2", "--group-size", "2", "--held-out", "4", "--out", str(curve)]
     for steps in ("2", "4"):
         argv = [str(run_dir), *options, "--evaluate-every", "2", "--steps", steps]
@@ -35,7 +35,7 @@ def test_the_cookbooks_task(cluster, models, tmp_path, monkeypatch):
     monkeypatch.setattr(decisions, "LOOP_DIR", f"loop-{tmp_path.name}")
     script = runpy.run_path(str(FOLDER / "math_rl.py"))
     out = tmp_path / "math_rl.json"
-    argv = [str(cluster.config.run_dir), "--steps", "1", "--out", str(out)]
+    argv = [str(cluster.run.run_dir), "--steps", "1", "--out", str(out)]
     argv += ["--tokenizer", str(models["qwen3"])]
     asyncio.run(script["main"](script["arguments_of"](argv)))
     assert len(json.loads(out.read_text())["right"]) == 1

@@ -7,7 +7,6 @@ import runpy
 
 import pytest
 
-from orchestrator.protocol.config import TrainerConfig
 from splice.rl import decisions
 from splice.rl.checker import check
 from splice.run_file import load
@@ -43,7 +42,7 @@ def found_in(run_dir, loop_dir):
 
 
 def test_the_calculator_learns_in_two_turns(cluster, loop_dir, capfd):
-    train, run_dir = example("calculator"), cluster.config.run_dir
+    train, run_dir = example("calculator"), cluster.run.run_dir
     run(train, run_dir, "--steps", 2, "--groups", 2, "--group-size", 2, "--held-out", 2)
     found = found_in(run_dir, loop_dir)
     assert (found.steps, found.trained, found.turns_left_out) == (2, 8, 0)
@@ -64,7 +63,7 @@ def test_rl_starts_from_what_sft_published(models, tmp_path, capfd):
     with tiny_cluster(models["qwen3"], tmp_path / "run") as cluster:
         options = ["--solved", 16, "--mini-batch", 8, "--epochs", 3, "--sft-lr", "5e-3"]
         options += ["--groups", 2, "--group-size", 2, "--held-out", 2, "--steps", 2]
-        run(example("sft_then_rl"), cluster.config.run_dir, *options)
+        run(example("sft_then_rl"), cluster.run.run_dir, *options)
         assert cluster.client.status().version == 3
     said = capfd.readouterr().out
     assert "serving tiny@1" in said and "step 2: reward" in said
@@ -78,9 +77,9 @@ def test_rl_starts_from_what_sft_published(models, tmp_path, capfd):
 
 def test_a_loss_of_ones_own(models, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'examples/own_loss'}")
-    own = TrainerConfig(model=models["qwen3"], admission="skip", loss_modules=("my_losses",))
+    own = {"loss_modules": ("my_losses",)}
     with tiny_cluster(models["qwen3"], tmp_path / "run", trainer=own) as cluster:
-        run(example("own_loss"), cluster.config.run_dir, "--steps", 2)
+        run(example("own_loss"), cluster.run.run_dir, "--steps", 2)
     assert "step 2: loss" in capfd.readouterr().out
     assert found_in(tmp_path / "run", "loop").steps == 2
 
@@ -93,7 +92,7 @@ def test_gsm8k_up_to_the_download(cluster, loop_dir, tmp_path, capfd):
     problems.write_text(
         '{"question": "Two and two?", "answer": "2 + 2 = <<2+2=4>>4\\\\n#### 4"}\n' * 4
     )
-    run_dir, small = cluster.config.run_dir, ["--groups", 2, "--group-size", 2, "--steps", 2]
+    run_dir, small = cluster.run.run_dir, ["--groups", 2, "--group-size", 2, "--steps", 2]
     files = ["--train", problems, "--test", problems, "--held-out", 1, "--max-tokens", 8]
     run(example("gsm8k"), run_dir, *small, *files, "--evaluate-every", 2)
     assert found_in(run_dir, loop_dir).steps == 2

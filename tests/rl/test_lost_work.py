@@ -7,7 +7,6 @@ import contextlib
 import json
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -184,7 +183,7 @@ def test_a_run_that_is_stopped_in_a_publication_makes_no_step_twice(tmp_path):
         run.thread.join(40)
     (tmp_path / "run" / "endpoint").unlink(missing_ok=True)
     again = Run(tmp_path)
-    again.config = replace(again.config, resume=True)
+    again.config = again.config.model_copy(update={"resume": True})
     with again:
         cluster.run = again
         cluster.join()

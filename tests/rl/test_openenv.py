@@ -23,7 +23,7 @@ def python(tmp_path_factory) -> Path:
 def test_an_environment_of_openenv_trains(models, tmp_path, python):
     """Strictly on policy, so the gap to the sampler shows that tokens and masks are aligned."""
     with tiny_cluster(models["qwen3"], tmp_path / "run") as cluster:
-        run_dir, more = cluster.config.run_dir, ["--max-tokens", 6, "--max-staleness", 0]
+        run_dir, more = cluster.run.run_dir, ["--max-tokens", 6, "--max-staleness", 0]
         argv = [run_dir, models["qwen3"], "--default-renderer", "--steps", 2, *more]
         said = in_example(python, "openenv", *argv)
     gaps = [float(line.split("gap ")[1]) for line in said.splitlines() if "gap " in line]

@@ -49,7 +49,7 @@ def test_a_killed_servers_rollouts_are_asked_again(models, tmp_path):
                     server_of(cluster, "inference-1").kill()
         return steps
 
-    with tiny_cluster(models["qwen3"], tmp_path / "run", replicas=2) as cluster:
+    with tiny_cluster(models["qwen3"], tmp_path / "run", inference={"replicas": 2}) as cluster:
         steps = asyncio.run(run(cluster))
     found = check(decisions.read(tmp_path / "loop" / decisions.LOG))
     assert found.violations == [] and found.asked_again > 0

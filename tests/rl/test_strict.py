@@ -9,8 +9,8 @@ import pytest
 
 from splice import ASK, LossSpec, OptimParams, completions_of, grpo_batch
 from splice.rl import Loop, LoopConfig, SamplingConfig, decisions
+from splice.rl.asking import request_seed
 from splice.rl.checker import check
-from splice.rl.loop import request_seed
 from tests.rl.conftest import NAME, tiny_cluster
 from tests.rl.weights import digest
 
@@ -101,5 +101,7 @@ def test_answers_span_updates_and_say_so(cluster, tmp_path):
 
 @pytest.mark.whole
 def test_answers_span_updates_with_kept_keys_and_values(models, tmp_path):
-    with tiny_cluster(models["qwen3"], tmp_path / "run", pause_mode="keep_kv") as cluster:
+    with tiny_cluster(
+        models["qwen3"], tmp_path / "run", publication={"pause_mode": "keep_kv"}
+    ) as cluster:
         check_spans(asyncio.run(spanning(cluster.client, tmp_path / "loop")), tmp_path / "loop")

@@ -25,7 +25,7 @@ def python(tmp_path_factory) -> Path:
 def test_an_environment_of_verifiers_trains(models, tmp_path, python):
     """Strictly on policy, so the gap to the sampler shows that tokens and masks are aligned."""
     with tiny_cluster(models["qwen3"], tmp_path / "run") as cluster:
-        argv = [cluster.config.run_dir, models["qwen3"], "--default-renderer"]
+        argv = [cluster.run.run_dir, models["qwen3"], "--default-renderer"]
         more = ["--steps", 3, "--max-tokens", 6, "--max-staleness", 0]
         said = in_example(python, "verifiers", *argv, *more)
     gaps = [float(line.split("gap ")[1]) for line in said.splitlines() if "gap " in line]

@@ -94,7 +94,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server(cluster) -> Iterator[Server]:
-    server = Server(cluster.config.run_dir)
+    server = Server(cluster.run.run_dir)
     server.start()
     try:
         yield server

@@ -318,12 +318,9 @@ def test_the_cuda_kernels_compile(element_bytes: int) -> None:
         "i64",
     )
     region = {"bits_ptr": f"*i{8 * element_bytes}", "out_ptr": "*i64", **integers}
-    many = {"table_ptr": "*i64", "block_table_ptr": "*i64", "out_ptr": "*i64"}
-    for kernel, signature, constants in (
-        (digest_kernels._region_kernel, region, {"DTYPE": dtype, "BLOCK_R": 2, "BLOCK_C": 2048}),
-        (digest_kernels._many_kernel, many, {"DTYPE": dtype, "BLOCK": 4096}),
-    ):
-        assert compiled(kernel, signature, constants)
+    blocks = {"DTYPE": dtype, "BLOCK_R": 2, "BLOCK_C": 2048}
+    assert compiled(digest_kernels._region_kernel, region, blocks)
+    prepared = {"table_ptr": "*i64", "block_table_ptr": "*i32", "out_ptr": "*i64"}
     for unit, is_dense, align in (
         (element_bytes, True, 16 // element_bytes),
         (element_bytes, True, 1),
@@ -338,9 +335,7 @@ def test_the_cuda_kernels_compile(element_bytes: int) -> None:
             "BLOCK_R": 1,
             "BLOCK_C": 2048,
         }
-        ptx = compiled(
-            digest_kernels._prepared_kernel, many | {"block_table_ptr": "*i32"}, constants
-        )
+        ptx = compiled(digest_kernels._prepared_kernel, prepared, constants)
         if align > 1:
             wide = re.search(r"ld\.global\.v(2\.[bu]64|4\.[bu]32)", ptx)
             assert wide, "16 bytes are to be read at once"

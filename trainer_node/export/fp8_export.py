@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -27,10 +27,12 @@ from orchestrator.protocol.messages import (
     TensorSpec,
     fp8_places,
 )
-from trainer_node.export.bridge_export import BridgeExport
-from trainer_node.export.wire_export import WireExport
 from weight_transfer import fp8
 from weight_transfer.layout import chunk_offsets
+
+if TYPE_CHECKING:  # tests of the inference node import this module where Megatron is not installed
+    from trainer_node.export.bridge_export import BridgeExport
+    from trainer_node.export.wire_export import WireExport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Launches the trainer's ranks on one host: starts, restarts and ends them, also on request.
 
-    splice trainer --endpoint tcp://host:40001 --config trainer.json    on one host
-    ... --nodes 2 --node-rank K --rendezvous host0:29400                on each of two hosts
+    splice trainer run.toml                                  on one host
+    ... --nodes 2 --node-rank K --rendezvous host0:29400    on each of two hosts
 
 The ranks are children of one process, `trainer_node.launcher.ranks`. The launcher speaks to it over
 its stdin and stdout. By default that process is a template: it has imported everything, so a

@@ -35,9 +35,8 @@ def test_a_poisoned_replica_scores_the_prompt_before_it_is_served(dense: Node) -
     assert dense.prepare(version).kind == "Completed"
     assert dense.receive(version, tensors)[0].message.kind == "Completed"
     for _ in range(2):  # and stands still again after it
-        # The engine's first request compiles and warms up, for half a minute on a cold machine.
-        check = new(m.CheckCanary, 120.0, version=version, tokens=tuple(PROMPT))
-        scored = dense.router.request(check, timeout_s=130.0)
+        check = new(m.CheckCanary, 60.0, version=version, tokens=tuple(PROMPT))
+        scored = dense.router.request(check, timeout_s=70.0)
         assert scored.buffers, scored.message
         logprobs_T = torch.frombuffer(bytearray(scored.buffers[0]), dtype=torch.float32)
         assert logprobs_T[0] == 0 and (logprobs_T[1:] - dense.expected(tensors)).abs().max() < TAU

@@ -14,14 +14,14 @@ def test_a_commit_serves_what_was_received():
 
 
 def test_a_new_update_replaces_what_waits():
-    beside = SERVING.begun().arrived_beside(5)
-    assert beside.is_serving and beside.beside == 5 and beside.why_given_up("x") is None
-    assert beside.begun().beside is None and not beside.dropped().is_undecided
+    waits = SERVING.begun().arrived_in_shadow(5)
+    assert waits.is_serving and waits.in_shadow == 5 and waits.why_given_up("x") is None
+    assert waits.begun().in_shadow is None and not waits.dropped().is_undecided
     assert SERVING.arrived(5).begun().received is None
 
 
 def test_a_swap_that_commits_waits_for_its_confirmation():
-    swapped = SERVING.arrived_beside(5).begun().swapped_and_committed(5)
+    swapped = SERVING.arrived_in_shadow(5).begun().swapped_and_committed(5)
     assert swapped.is_committed(5) and swapped.is_undecided
     assert swapped.why_given_up("x") == "version 5 was committed with its swap, then given up: x"
     assert not swapped.confirmed().is_undecided and swapped.confirmed().why_given_up("x") is None

@@ -88,8 +88,8 @@ def test_the_swap_waits_behind_the_step_under_way_and_no_token_goes_under_the_wr
     """Each token's log-prob tells which weights made it; stale keys and values of the old ones stay
     (`keep_kv`), so only those before the swap are known.
     """
-    spanned, scored = 0, {"temperature": 0.0, "logprobs": 0}
-    for attempt in range(4):
+    spanned, scored = False, {"temperature": 0.0, "logprobs": 0}
+    for attempt in range(6):  # a fast machine may end the stream before the swap
         version, tensors, _ = served(dense)
         part = plan(dense, version + 1, is_attention)
         update = with_part(
@@ -127,10 +127,11 @@ def test_the_swap_waits_behind_the_step_under_way_and_no_token_goes_under_the_wr
             if e["model"] == f"tiny@{version + 1}" and e["choices"]
         ]
         if after:
-            spanned += 1
+            spanned = True
             made = torch.tensor([x for row in after for x in row["token_logprobs"]])
             rest = torch.tensor(wanted["token_logprobs"][len(values) :])
             assert len(made) == len(rest) and (made - rest).abs()[0] > 1e-3
+            break
     dense.join()  # the sender is the part's
     assert spanned
 
@@ -294,9 +295,9 @@ def test_whatever_fails_before_the_swap_leaves_the_version_served(dense: Node) -
             elif how == "dead trainer":
                 dense.leave()
             failed = dense.router.outcome(receive.request_id, 20.0).message
-            assert (
-                failed.kind == "Failed" and failed.phase == "receiving beside the live tensors"
-            ), failed
+            assert failed.kind == "Failed" and failed.phase == "receiving into shadow memory", (
+                failed
+            )
             wanted = {"abort": "transfer_aborted", "dead trainer": "transfer_failed"}.get(how)
             assert failed.code == wanted or (
                 wanted is None and failed.code in ("transfer_timeout", "transfer_aborted")
@@ -328,7 +329,7 @@ def test_whatever_fails_before_the_swap_leaves_the_version_served(dense: Node) -
     assert (
         refused.kind == "Failed"
         and refused.code == "not_ready"
-        and "is not beside the live tensors" in refused.message
+        and "is not in shadow memory" in refused.message
     )
 
     dense.leave()

@@ -129,11 +129,11 @@ def test_the_stock_reload_would_be_caught(models: dict[str, Loaded]) -> None:
     mended = [
         layer.quant_method
         for layer in moe.model.modules()
-        if getattr(getattr(layer, "quant_method", None), reload._MENDED, False)
+        if getattr(getattr(layer, "quant_method", None), reload._REPAIRED, False)
     ]
     for method in mended:
         del method.process_weights_after_loading
-        delattr(method, reload._MENDED)
+        delattr(method, reload._REPAIRED)
     stock(moe, moe.tensors)
     assert moe.wrong(moe.tensors) and all(".mlp.experts." in n for n in moe.wrong(moe.tensors))
     stock(tied, moved(tied.tensors, 3))
@@ -187,7 +187,7 @@ def test_a_convolution_is_read_back_from_each_of_its_copies(models: dict[str, Lo
     name = "model.layers.0.linear_attn.conv1d.weight"
     layer = dict(m.model.named_modules())[name.removesuffix(".weight")]
     assert m.wrong(m.tensors) == []
-    beside = packing.tensors_beside(layer)
+    beside = packing.extra_tensors(layer)
     for live in (layer.weight.data, *beside.values()):
         flat = live.view(-1)
         before = flat[9].clone()

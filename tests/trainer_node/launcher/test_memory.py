@@ -50,7 +50,7 @@ def three_jobs(
         trainer(run, model, folder, memory=memory, adapter=adapter) as launcher,
     ):
         run.orchestrator._trainer._ready_timeout_s = 90.0
-        run.orchestrator._versions._config = dataclasses.replace(run.config, ready_timeout_s=90.0)
+        run.orchestrator._versions._config = run.config.model_copy(update={"ready_timeout_s": 90.0})
         replica = Replica(endpoint=run.endpoint, node_id="inference-0", token=TOKEN).start()
         run.nodes.append(replica)
         lora = TrainLoraJob(output_dir=str(folder / "lora"), **fields)

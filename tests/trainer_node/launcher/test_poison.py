@@ -4,7 +4,6 @@ of two restarts, a real orchestrator, and a replica that receives. Ordinary jobs
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ def test_no_batch_ends_the_trainer_for_good(models, tmp_path: Path) -> None:
         trainer(run, models["dense_tied"], tmp_path, **options) as launcher,
     ):
         run.orchestrator._trainer._ready_timeout_s = 90.0
-        run.orchestrator._versions._config = dataclasses.replace(run.config, ready_timeout_s=90.0)
+        run.orchestrator._versions._config = run.config.model_copy(update={"ready_timeout_s": 90.0})
         replica = Replica(endpoint=run.endpoint, node_id="inference-0", token=TOKEN).start()
         run.nodes.append(replica)
         run.client.run(InitialSyncJob(), timeout_s=120)
@@ -66,7 +65,7 @@ def ordinary(model: Path, folder: Path) -> list[torch.Tensor]:
     """What the two ordinary jobs make without any other."""
     with Run(folder, transfer_timeout_s=60.0) as run, trainer(run, model, folder):
         run.orchestrator._trainer._ready_timeout_s = 90.0
-        run.orchestrator._versions._config = dataclasses.replace(run.config, ready_timeout_s=90.0)
+        run.orchestrator._versions._config = run.config.model_copy(update={"ready_timeout_s": 90.0})
         replica = Replica(endpoint=run.endpoint, node_id="inference-0", token=TOKEN).start()
         run.nodes.append(replica)
         run.client.run(InitialSyncJob(), timeout_s=120)

@@ -1,0 +1,283 @@
+"""The jobs of a loop: train a step and publish it, again after a loss, or do without the batch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from orchestrator.errors import ConfigError, ErrorCode, JobFailed, ProtocolError
+from orchestrator.protocol.frames import encode
+from orchestrator.protocol.messages import (
+    WAITING,
+    JobOf,
+    LossSpec,
+    OptimParams,
+    Progress,
+    PublishJob,
+    PublishResult,
+    SubmitJob,
+    TrainMergedJob,
+    TrainMergedResult,
+)
+from splice.batches import Batch, Completion
+from splice.client import SpliceClient
+from splice.rl import decisions
+from splice.rl.asking import Context
+from splice.rl.balance import Meter
+from splice.rl.rollouts import Group, Rollouts
+
+log = logging.getLogger("splice.rl")
+Answered = Completion | Sequence[Completion]
+"""One sequence, or several of the same rollout."""
+MakeBatch = Callable[[Sequence[Sequence[tuple[Any, float]]]], Batch]
+"""From groups of (`Answered`, reward)."""
+Call = Callable[..., Awaitable[Any]]
+"""Calls the client, which blocks, on a thread."""
+Line = dict[str, Any]
+Published = TypeVar("Published", bound=PublishResult)
+WAIT_TURN_S = 1.0
+"""A wait for a job on a thread ends this soon after the loop is cancelled."""
+BATCH_IS_WHY = (ErrorCode.TRAINER_KILLED, ErrorCode.TOO_LONG)
+"""Codes of jobs that fail again with the same batch, but not with the next one."""
+
+
+class StepJobs:
+    """Sends the steps' batches.
+
+    Args:
+        optim: of a step, by its number.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        rollouts: Rollouts,
+        client: SpliceClient,
+        folder: Path,
+        *,
+        call: Call,
+        loss: LossSpec,
+        optim: Callable[[int], OptimParams],
+        make_batch: MakeBatch,
+    ) -> None:
+        self._config, self._past, self._log = context.config, context.past, context.log
+        self._meter, self._rollouts = context.meter, rollouts
+        self._client, self._folder, self._call = client, folder, call
+        self._loss, self._optim, self._make_batch = loss, optim, make_batch
+        self._announced: dict[int, Batch] = {}
+        """Step -> its batch, which the trainer knows before the job."""
+        self._asides = 0
+        """Batches set aside since the last step."""
+
+    # ------------------------------------------------------------ the batch
+
+    def batch_of(self, number: int, groups: Sequence[Group]) -> Batch:
+        """Return the step's batch.
+
+        Raises:
+            ConfigError: no message can carry it; names the step and the remedy.
+        """
+        batch = self._announced.pop(number, None) or self._made_of(groups)
+        try:
+            job = self._job_of(batch, OptimParams())
+            encode(SubmitJob(job_id="x", job=job), batch.buffers)
+        except ProtocolError as error:
+            raise ConfigError(
+                f"the batch of step {number} cannot be sent: {error}. Lower groups_per_step or "
+                "group_size, or correct make_batch; then start the loop again"
+            ) from error
+        return batch
+
+    def _made_of(self, groups: Sequence[Group]) -> Batch:
+        return self._make_batch([part for group in groups for part in _answers_by_name(group)])
+
+    def _job_of(self, batch: Batch, optim: OptimParams) -> TrainMergedJob:
+        loss = self._loss
+        if self._config.max_staleness:
+            loss = loss.model_copy(update={"off_policy": True})
+        return TrainMergedJob(
+            loss=loss,
+            optim=optim,
+            tensors=batch.specs,
+            mini_batch_sequences=self._config.mini_batch_sequences,
+            epochs=self._config.epochs,
+        )
+
+    @contextlib.asynccontextmanager
+    async def _announcing(self, number: int) -> AsyncIterator[None]:
+        """Announce the step within the block, if it gets that far."""
+        announcing = asyncio.create_task(self._announce(number))
+        try:
+            yield
+        finally:
+            announcing.cancel()
+            await asyncio.wait([announcing])
+
+    async def _announce(self, number: int) -> None:
+        """Tell the trainer of the step's batch as soon as its rollouts are there.
+
+        Whatever is wrong with them, the step itself says.
+        """
+        never_begun = self._config.mini_batch_sequences or self._loss.needs_reference_passes
+        if number not in self._rollouts or never_begun:
+            return
+        try:
+            groups = await self._rollouts.of_step(number)
+            batch = self._announced.get(number) or self._made_of(groups)
+            self._announced[number] = batch
+            job = self._job_of(batch, OptimParams())
+            await self._call(self._client.announce, job, buffers=batch.buffers)
+        except Exception as error:  # noqa: BLE001  - a user's reward or make_batch raises anything
+            log.info("step %d is not announced: %s", number, error)
+
+    # ------------------------------------------------------------ its job
+
+    async def train(self, line: Line, batch: Batch, *, attempt: int) -> TrainMergedResult | None:
+        """Train and publish. A trainer that was lost before the step gets the same batch again.
+
+        Returns: the job's result. None: the batch fails every time, and was set aside.
+
+        Args:
+            attempt: counts over all starts of the loop, because a job's id has one outcome.
+        """
+        number = line["step"]
+        job = self._job_of(batch, self._optim(number))
+        # The batch is part of the id: an older folder's step is not another batch's outcome.
+        digest = hashlib.sha256()
+        for buffer in batch.buffers:
+            digest.update(buffer)
+        last = attempt + self._config.train_attempts - 1
+        while True:
+            self._log.write("train", durable=True, **line, attempt=attempt)
+            try:
+                with self._meter.during("training"):
+                    place = f"{self._past.loop}-{number}-{attempt}"
+                    job_id = f"loop-{place}-{digest.hexdigest()[:8]}"
+                    async with self._announcing(number + 1):
+                        result = await self._run(job, job_id, batch.buffers)
+                self._asides = 0
+                return result
+            except JobFailed as error:
+                is_lost = error.code == ErrorCode.NODE_LOST and not error.steps_taken
+                if self._note_failure(line, error, attempt):
+                    return None
+                if not is_lost or attempt >= last:
+                    raise
+                attempt += 1
+                log.warning("step %d is sent again: %s", number, error)
+
+    def _note_failure(self, line: Line, error: JobFailed, attempt: int) -> bool:
+        """Log a failed job, and continue without its batch if that is why. Returns whether it is.
+
+        Raises:
+            JobFailed: `most_aside` batches in a row were.
+        """
+        number = line["step"]
+        is_aside = error.code in BATCH_IS_WHY and self._config.on_trainer_killed == "set_aside"
+        prompts = sorted({self._rollouts.order.prompt(group) for group in line["groups"]})
+        self._log.write(
+            "failed",
+            durable=True,
+            step=number,
+            attempt=attempt,
+            code=error.code.value,
+            steps_taken=error.steps_taken,
+            why=str(error)[:1000],
+            **({"aside": prompts} if is_aside else {}),
+        )
+        if not is_aside:
+            return False
+        self._past.ended(number)
+        file = decisions.set_aside(self._folder, number)
+        log.error(
+            "step %d makes no version: its batch was set aside (%s), with the prompts %s. %s",
+            *(number, file, prompts, error),
+        )
+        self._asides += 1
+        if self._asides >= self._config.most_aside:
+            raise error
+        return True
+
+    async def publish_again(self) -> None:
+        """The last step was taken, but no replica serves it: publish it under the next name.
+
+        If the trainer has lost that step since, its batch is sent again.
+        """
+        job_id = f"loop-{self._past.loop}-{self._past.done}-publish-{uuid.uuid4().hex[:8]}"
+        try:
+            result = await self._run(PublishJob(), job_id, ())
+        except JobFailed as error:
+            if error.code is not ErrorCode.WORK_LOST:
+                raise
+            log.warning("step %d is made again: %s", self._past.done, error)
+            why = str(error)[:1000]
+            self._log.write("reopened", durable=True, step=self._past.done, why=why)
+            self._past.reopen()
+            return
+        self._past.made.add(result.version)
+        self._past.published = True
+        self._log.write(
+            "trained", durable=True, step=self._past.done, version=result.version, seconds={}
+        )
+
+    async def _run(self, job: JobOf[Published], job_id: str, buffers: Sequence[bytes]) -> Published:
+        """Run a job; a cancelled loop leaves it to the orchestrator."""
+        deadline_s = time.monotonic() + self._config.train_timeout_s
+        running = asyncio.get_running_loop()
+        with _Outage(self._meter) as outage:
+
+            def on_progress(progress: Progress) -> None:  # on the thread that waits
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    running.call_soon_threadsafe(outage.hear, progress)
+
+            given = {"job_id": job_id, "buffers": buffers, "on_progress": on_progress}
+            await self._call(self._client.submit, job, **given)
+            while True:
+                try:
+                    result = await self._call(self._client.wait, job_id, timeout_s=WAIT_TURN_S)
+                    return cast(Published, result)
+                except TimeoutError:
+                    if time.monotonic() > deadline_s:
+                        raise TimeoutError(
+                            f"job {job_id} has no outcome after "
+                            f"{self._config.train_timeout_s:.0f} s (train_timeout_s); read the "
+                            "trainer's log, then start the loop again"
+                        ) from None
+
+
+class _Outage:
+    """Meters the time that a job waits for nodes, within a `with` block."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter, self._waiting, self._is_over = meter, contextlib.ExitStack(), False
+
+    def __enter__(self) -> _Outage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        self._waiting.close()
+
+    def hear(self, progress: Progress) -> None:
+        """Take the job's progress."""
+        self._waiting.close()
+        if progress.phase == WAITING and not self._is_over:
+            log.warning("the job is %s: %s", WAITING, progress.detail.get("text", ""))
+            self._waiting.enter_context(self._meter.during("no_node"))
+
+
+def _answers_by_name(group: Group) -> list[list[tuple[Answered, float]]]:
+    """A group's answers and rewards, those of each role apart."""
+    found: dict[str, list[tuple[Answered, float]]] = {}
+    for rollout in group:
+        several = rollout.sequences
+        answer = several[0] if len(several) == 1 else several
+        found.setdefault(rollout.name, []).append((answer, rollout.reward))
+    return list(found.values())

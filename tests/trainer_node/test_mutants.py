@@ -347,7 +347,7 @@ MUTANTS = [
            "trainer_node/model/experts.py", "_ExpertMlp.backward",
            "(None, None) if ctx.is_served else (fc1, fc2)", "fc1, fc2"),
     Mutant("served weights of the step before", f"{SERVED}[dense]",
-           "trainer_node/training/trainer.py", "Trainer._scoring",
+           "trainer_node/training/scorer.py", "Scorer._scoring",
            "served.all() if numerics", "served.all(anew=False) if numerics"),
     Mutant("a layer of experts shares the buffer of its shared experts", "tests/trainer_node/adapters/test_adapters_families.py::test_adapters_are_pefts" "[qwen3_5_moe-all-linear]",
            "trainer_node/training/served_weights.py", "Part.kind",

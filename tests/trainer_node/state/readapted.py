@@ -79,7 +79,7 @@ def check(
     trainer.num_steps = 0
     heap.freeze()  # as the node does
     replaced = [weakref.ref(adapter) for adapter in trainer.model.adapters.adapters]
-    assert trainer.new_adapter(NARROW) == 1, "what was pending is dropped"
+    assert trainer.use_adapter(trainer.plan_adapter(NARROW)) == 1, "what was pending is dropped"
     assert not any(ref() for ref in replaced), "the old adapter's memory is free"
     assert len(gc.get_objects()) < gc.get_freeze_count() // 10
     fresh = exported(exporter)
@@ -108,7 +108,7 @@ def check_refused(trainer: Trainer) -> None:
     before, scores = states(trainer), trainer.forward(batch)
     for targets, why in ((("nothing",), "matches nothing"), (("q_proj", "nowhere"), "'nowhere'")):
         with pytest.raises(ConfigError, match=why):
-            trainer.new_adapter(LoraConfig(rank=2, targets=targets))
+            trainer.plan_adapter(LoraConfig(rank=2, targets=targets))
     assert trainer.pending.num_batches == 1 and trainer.model.config.lora == WIDE
     assert same(before, states(trainer))
     assert all(map(torch.equal, scores, trainer.forward(batch)))

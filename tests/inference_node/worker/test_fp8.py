@@ -254,7 +254,7 @@ def test_parts_of_a_matrix_take_the_scales_of_their_rows_and_blocks() -> None:
         ((0, 0), (200, 300), 0),  # ends within a block
         ((64, 0), (128, 300), 0),  # begins within one of the matrix
         ((128, 0), (128, 300), 64),  # begins within one of the parameter
-        ((0, 0), (384, 100), 0),  # columns that another worker goes on with
+        ((0, 0), (384, 100), 0),  # columns that another worker continues
     ],
 )
 def test_parts_within_a_block_are_refused(

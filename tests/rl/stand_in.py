@@ -43,7 +43,7 @@ class StandIn:
         self.draw = random.Random(seed)
         self.train_s, self.token_s = train_s, token_s
         self.version, self.weights = 0, b""
-        self.outcomes: dict[str, Any] = {}
+        self.outcomes: dict[str, TrainMergedResult | JobFailed | None] = {}
         self.trained: list[str] = []
         self.crash_at = ""
         """"before submit", "after submit" or "after outcome"."""
@@ -89,9 +89,8 @@ class StandIn:
         self.weights = hashlib.sha256(self.weights + batch).digest()
         self.version += 1
         self.trained.append(job_id)
-        alias = f"{NAME}@{self.version}"
         self.outcomes[job_id] = TrainMergedResult(
-            version=self.version, alias=alias, metrics={"loss": 0.0}
+            version=self.version, alias=f"{NAME}@{self.version}", metrics={"loss": 0.0}
         )
 
     def _be_away(self, job_id: str) -> None:
@@ -113,6 +112,7 @@ class StandIn:
         outcome = self.outcomes[job_id]
         if isinstance(outcome, JobFailed):
             raise outcome
+        assert outcome is not None
         return outcome
 
     # ------------------------------------------------------------ tokens

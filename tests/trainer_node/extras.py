@@ -28,7 +28,7 @@ from trainer_node.export.merged import Exporter
 from trainer_node.files.generations import MARKER, CheckpointError
 from trainer_node.hf.names import decoder_name
 from trainer_node.ranks import topology
-from trainer_node.state import checkpoint
+from trainer_node.state import checkpoint, loading
 from trainer_node.training.trainer import Trainer
 
 
@@ -85,7 +85,7 @@ def check_wrappers(model: Path) -> None:
 def refuses(trainer: Trainer, folder: Path, *words: str) -> None:
     before = [p.param.clone() for p in trainer.model.params]
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.load(trainer, folder)
+        loading.load(trainer, folder)
     assert all(w in str(caught.value) for w in words), caught.value
     assert all(torch.equal(p.param, b) for p, b in zip(trainer.model.params, before, strict=True))
 
@@ -116,7 +116,7 @@ def check_checkpoints(model: Path, out: Path) -> None:
     path = broken / "adapter" / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
     refuses(trainer, broken, "not whole")
-    assert checkpoint.load(trainer, whole).version == 4
+    assert loading.load(trainer, whole).version == 4
     foreign = out / "foreign"
     foreign.mkdir()
     (foreign / "thesis.tex").write_text("years of work")
@@ -130,7 +130,7 @@ def check_checkpoints(model: Path, out: Path) -> None:
     (partial / "rank_0.pt").unlink()
     refuses(other, partial, "rank_0.pt")
     assert other.model.config.lora.alpha == 9, "a broken one changes no adapter"
-    loaded = checkpoint.load(other, whole)
+    loaded = loading.load(other, whole)
     assert other.model.config.lora.alpha == 8 and "it was rank 4, alpha 9" in loaded.notes[0]
     other.model.close()
 

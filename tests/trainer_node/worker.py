@@ -29,7 +29,7 @@ from orchestrator.protocol.config import (
 from orchestrator.protocol.messages import LossSpec, OptimParams
 from tests.trainer_node.data import make_batch
 from trainer_node.export.merged import Exporter
-from trainer_node.state import checkpoint
+from trainer_node.state import checkpoint, loading
 from trainer_node.training.start import start
 from trainer_node.training.trainer import Trainer
 
@@ -93,14 +93,14 @@ def main() -> None:
     steps = [trainer.train_step(batch, LOSS, OPTIM) for _ in range(2)]
     checkpoint.save(trainer, out / "trained", version=2)
     steps.append(trainer.train_step(batch, LOSS, OPTIM))
-    assert checkpoint.load(trainer, out / "trained").version == 2
+    assert loading.load(trainer, out / "trained").version == 2
     again = trainer.train_step(batch, LOSS, OPTIM)
     assert again["loss"] == steps[2]["loss"] and again["grad_norm"] == steps[2]["grad_norm"], (
         again,
         steps[2],
     )
     for folder in (a for a in sys.argv[6:] if a not in (*FLAGS, HEAD)):
-        assert not checkpoint.load(trainer, Path(folder)).rng_restored
+        assert not loading.load(trainer, Path(folder)).rng_restored
         steps.append(trainer.train_step(batch, LOSS, OPTIM))
     random_adapters(trainer)
     checkpoint.save_adapter(trainer.model, out / "random")

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import types
 import warnings
 from typing import Any
 
@@ -56,24 +55,10 @@ def _cuda_calls_answer_the_cpu() -> None:
     torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment,return-value]
 
 
-class _TorchOnCpu(types.ModuleType):
-    """`torch` as the schedules see it: `zeros` forgets device="cuda", everything else is torch's
-    own."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    @staticmethod
-    def zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
-        """`torch.zeros` on the CPU."""
-        kwargs.pop("device", None)
-        return torch.zeros(*args, **kwargs)
-
-
 def _schedule_allocates_on_the_cpu() -> None:
     from megatron.core.pipeline_parallel import schedules
 
-    schedules.torch = _TorchOnCpu("torch")
+    schedules.torch = cpu_te.TorchOnCpu("torch")
 
 
 def _tensor_cuda_is_the_identity() -> None:

@@ -136,8 +136,9 @@ def _yarn_without_pinned_memory() -> None:
     yarn_rotary_pos_embedding.get_pos_emb_on_this_cp_rank = on_this_rank
 
 
-class _TorchOnCpu(types.ModuleType):
-    """`torch`, in which every device is the CPU."""
+class TorchOnCpu(types.ModuleType):
+    """`torch` for a module that asks for CUDA: its devices and zeros are the CPU's, everything else
+    is torch's own."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -147,8 +148,14 @@ class _TorchOnCpu(types.ModuleType):
         """The CPU."""
         return torch.device("cpu")
 
+    @staticmethod
+    def zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
+        """`torch.zeros` on the CPU."""
+        kwargs.pop("device", None)
+        return torch.zeros(*args, **kwargs)
+
 
 def _full_norms_without_cuda() -> None:
     from megatron.bridge.models.minimax_m2 import minimax_m2_bridge
 
-    minimax_m2_bridge.torch = _TorchOnCpu("torch")
+    minimax_m2_bridge.torch = TorchOnCpu("torch")

@@ -23,8 +23,8 @@ from orchestrator.protocol.messages import TrainMerged
 from trainer_node.files.generations import CheckpointError
 from trainer_node.ranks import objects
 from trainer_node.ranks.lockstep import Failure, agree, unpacked
-from trainer_node.state import checkpoint
-from trainer_node.state.checkpoint import Loaded, Lost
+from trainer_node.state import checkpoint, contents, loading
+from trainer_node.state.loading import Loaded, Lost
 from trainer_node.training import steps
 from trainer_node.training.trainer import Trainer
 
@@ -47,15 +47,15 @@ class Difference:
 
 
 def load(trainer: Trainer, folder: Path) -> Loaded:
-    """`checkpoint.load`, which makes the last step again if its moments were lost. A collective.
+    """`loading.load`, which makes the last step again if its moments were lost. A collective.
 
     Raises:
-        CheckpointError: as `checkpoint.load`.
+        CheckpointError: as `loading.load`.
     """
     checkpoint.settle(trainer)
-    lost = checkpoint.lost_moments(trainer, folder)
+    lost = loading.lost_moments(trainer, folder)
     if lost is None:
-        return checkpoint.load(trainer, folder)
+        return loading.load(trainer, folder)
     log.warning("the moments of %s are lost; making its step again from %s", folder, lost.base)
     dropped, present = trainer.drop_pending(), trainer.model.config.lora
     with trainer.changing():
@@ -66,7 +66,7 @@ def load(trainer: Trainer, folder: Path) -> Loaded:
         else:
             loaded, note = _compared(trainer, folder, lost)
     log.warning("%s", note)
-    switched = checkpoint.switch_note(folder, present, trainer.model.config.lora)
+    switched = loading.switch_note(folder, present, trainer.model.config.lora)
     notes = (note, switched) if switched else (note,)
     return replace(loaded, dropped_batches=dropped, notes=notes, adapter_changed=bool(switched))
 
@@ -77,13 +77,13 @@ def _make_again(trainer: Trainer, folder: Path, lost: Lost) -> None:
     Raises:
         CheckpointError, StepFailed: on every rank, if it cannot.
     """
-    checkpoint.load(trainer, lost.base, only_save=lost.base_save)
+    loading.load(trainer, lost.base, only_save=lost.base_save)
 
     def as_error(failures: Sequence[Failure], _: Exception | None) -> StepFailed:
         return StepFailed(f"rank {failures[0].rank} {failures[0]}")
 
     with agree(trainer.model.control_group, as_error):
-        request = unpacked(np.fromfile(folder / checkpoint.REMAKE, np.uint8))
+        request = unpacked(np.fromfile(folder / contents.REMAKE, np.uint8))
         message = request.message
         assert isinstance(message, TrainMerged)
         batch = steps.batch_of(trainer, message, request.buffers)
@@ -93,7 +93,7 @@ def _make_again(trainer: Trainer, folder: Path, lost: Lost) -> None:
 def _compared(trainer: Trainer, folder: Path, lost: Lost) -> tuple[Loaded, str]:
     """Put the durable weights in the place of the repeated step's, and write the moments."""
     made = [master.detach().to("cpu", copy=True) for _, master in trainer.optimizer.masters]
-    loaded = checkpoint.load(trainer, folder, with_moments=False)
+    loaded = loading.load(trainer, folder, with_moments=False)
     found = _difference(trainer, made)
     begin = (
         f"The optimizer's moments of {folder} were lost with the trainer. Step {lost.steps} was "
@@ -131,11 +131,11 @@ def _without(trainer: Trainer, folder: Path, lost: Lost, why: str) -> tuple[Load
     moments = "The optimizer starts afresh."
     trainer.optimizer.state.clear()
     try:
-        checkpoint.load(trainer, lost.base, only_save=lost.base_save)
+        loading.load(trainer, lost.base, only_save=lost.base_save)
         moments = f"The moments are those of {lost.base}, from before that step."
     except CheckpointError as error:
         without_frames(error)
-    loaded = checkpoint.load(trainer, folder, with_moments=False)
+    loaded = loading.load(trainer, folder, with_moments=False)
     return loaded, (
         f"The optimizer's moments of {folder} were lost with the trainer, and step {lost.steps} "
         f"could not be made again from {lost.base} ({why}). The durable weights count. {moments}"

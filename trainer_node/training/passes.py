@@ -26,7 +26,8 @@ from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
 from orchestrator.protocol.messages import LossSpec
 from trainer_node.model.model import Model
-from trainer_node.training.batch import Batch, MicroBatch, Packs, micro_batches
+from trainer_node.training import batch as batches
+from trainer_node.training.batch import Batch, BatchError, MicroBatch, Packs, micro_batches
 from trainer_node.training.head import gather_positions, linear_statistics
 from trainer_node.training.losses import LossInputs, registered, total_loss
 from trainer_node.training.sums import StepSums
@@ -122,6 +123,32 @@ def _packed(model: Model, micro: MicroBatch, first_row: int) -> PackedSeqParams:
     # Travels with what the layers get, and so reaches a recomputed one as well.
     packed.rows_L = micro.rows_L + first_row  # type: ignore[attr-defined]
     return packed
+
+
+def check_routing(model: Model, batch: Batch) -> None:
+    """Refuse expert routing that this model cannot replay.
+
+    Raises:
+        BatchError: says what does not fit.
+    """
+    provider, config = model.provider, model.config
+    batches.check_routing(
+        batch,
+        num_layers=provider.num_layers,
+        num_experts=provider.num_moe_experts or 0,
+        top_k=provider.moe_router_topk,
+    )
+    if (
+        batch.routed_experts_T is not None
+        and config.parallel.pipeline > 1
+        and config.recompute == "full"
+    ):
+        # Routers hold one micro-batch's experts; recomputing one while others are on their way
+        # would take the wrong ones.
+        raise BatchError(
+            "routed_experts: cannot be replayed with recompute = 'full' and parallel.pipeline "
+            "> 1; use 'selective'"
+        )
 
 
 def replay_routing(model: Model, micro: MicroBatch) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from orchestrator.errors import ErrorCode, SpliceError
 from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
 from trainer_node.adapters.dropout import key_of
-from trainer_node.adapters.lora import Mode
 from trainer_node.files.behind import Behind, OnDisk
 from trainer_node.model import trainable
 from trainer_node.model.model import Model
@@ -42,21 +41,17 @@ from trainer_node.ranks import heap
 from trainer_node.training import gap, passes, served_weights
 from trainer_node.training.batch import (
     Batch,
-    BatchError,
     Packs,
     check_accumulation,
     check_fits,
-    check_routing,
     check_text,
 )
 from trainer_node.training.gradients import finalize_gradients, global_norm
 from trainer_node.training.losses import bind_loss
 from trainer_node.training.optimizer import ShardedAdamW
 from trainer_node.training.references import References
+from trainer_node.training.scorer import Scorer
 from trainer_node.training.sums import Pending, StepSums
-
-DEFAULT_TOKENS = 4096
-"""Tokens of a pack on a CPU: a larger pack exceeds its caches."""
 
 
 class NonFiniteGradient(SpliceError, ArithmeticError):
@@ -102,11 +97,11 @@ class PlannedAdapter:
     optimizer: ShardedAdamW
 
 
-class Trainer:
+class Trainer(Scorer):
     """One rank's model, its optimizer, and the gradients that wait for a step."""
 
     def __init__(self, model: Model) -> None:
-        self.model = model
+        super().__init__(model)
         self.optimizer = ShardedAdamW(model.params)
         self.references = References(model)
         self.pending = self.used = Pending()
@@ -121,12 +116,6 @@ class Trainer:
         policy."""
         self.split_at: int | None = None
         """`num_steps` at the last `gap_split`."""
-        self.first_forward_s = 0.0
-        """Time of the first forward pass since it was set to 0, on the monotonic clock."""
-        self.micro_batch_tokens = DEFAULT_TOKENS
-        """Largest number of tokens in a pack; `pack_size` sets it."""
-        self.longest_sequence: int | None = None
-        """Tokens of the longest sequence that fits. None: not measured, as on a CPU."""
         self._host_copies: HostCopies | None = None
         self.behind = Behind()
         self.on_disk: OnDisk | None = None
@@ -215,7 +204,7 @@ class Trainer:
         if not len(packs):
             return []
         with self._learning(), self.model.adapters.dropout.on(self._dropout_key()):
-            return self._run(packs, of_pack)
+            return self._run(packs, of_pack, first_row=self.pending.num_rows)
 
     def _learning(self) -> contextlib.AbstractContextManager[None]:
         """What a forward and backward pass computes with."""
@@ -272,66 +261,6 @@ class Trainer:
             p.drop_grad()
         return dropped
 
-    @torch.no_grad()
-    def forward(
-        self,
-        batch: Batch,
-        *,
-        allowed_token_ids: Sequence[int] | None = None,
-        mode: Mode | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropy, at the batch's temperatures, of every token that its loss mask
-        marks.
-
-        Returns [T] each, fp32 on the CPU, on every rank; 0 where the mask is 0. Gradients, weights
-        and optimizer are untouched.
-
-        Args:
-            mode: how the model runs; None: as it learns, without dropout.
-
-        Raises:
-            TooLong: a sequence does not fit into memory. Nothing has run.
-        """
-        if mode == "base":
-            self.model.need_adapters("a forward pass of the base model")
-        check_fits(batch, self.longest_sequence)
-        packs = self._cut(batch)
-        of_pack = partial(passes.scores, self.model, self._allowed(allowed_token_ids))
-        with self._scoring(mode):
-            values = self._run(packs, of_pack, forward_only=True)
-        logprobs_T, entropy_T = passes.gather_scores(self.model, batch, packs, values, rows=2)
-        return logprobs_T, entropy_T
-
-    def _scoring(self, mode: Mode | None) -> contextlib.AbstractContextManager[None]:
-        """What a forward pass without a backward pass computes with."""
-        numerics = self.model.config.numerics
-        mode = mode or numerics
-        if mode != "served":
-            return self.model.adapters.switched(mode)
-        served = served_weights.of(self.model)
-        return served.all() if numerics == "served" else served.one_by_one()
-
-    def _cut(self, batch: Batch) -> Packs:
-        return passes.cut(self.model, batch, budget=self.micro_batch_tokens)
-
-    def _run(
-        self, packs: Packs, of_pack: Callable[..., Any], *, forward_only: bool = False
-    ) -> list[Any]:
-        return passes.run(
-            self.model,
-            packs,
-            of_pack,
-            first_row=self.pending.num_rows,
-            on_pack=self._note_first_forward,
-            forward_only=forward_only,
-        )
-
-    def _note_first_forward(self) -> None:
-        self.first_forward_s = self.first_forward_s or time.monotonic()
-
-    def _allowed(self, ids: Sequence[int] | None) -> torch.Tensor | None:
-        return None if ids is None else torch.tensor(sorted(set(ids)), device=self.model.device)
-
     def _dropout_key(self) -> int:
         """Another key for each optimizer step; the counters are in checkpoints."""
         return key_of(self.model.config.seed, self.num_steps, self.num_skipped_steps)
@@ -359,28 +288,8 @@ class Trainer:
             grad_accumulation_sequences, dp_size=parallel_state.get_data_parallel_world_size()
         )
         check_fits(batch, self.longest_sequence)
-        self._check_routing(batch)
+        passes.check_routing(self.model, batch)
         check_text(batch, getattr(self.model.hf_config, "tower_tokens", ()))
-
-    def _check_routing(self, batch: Batch) -> None:
-        provider, config = self.model.provider, self.model.config
-        check_routing(
-            batch,
-            num_layers=provider.num_layers,
-            num_experts=provider.num_moe_experts or 0,
-            top_k=provider.moe_router_topk,
-        )
-        if (
-            batch.routed_experts_T is not None
-            and config.parallel.pipeline > 1
-            and config.recompute == "full"
-        ):
-            # Routers hold one micro-batch's experts; recomputing one while others are on their way
-            # would take the wrong ones.
-            raise BatchError(
-                "routed_experts: cannot be replayed with recompute = 'full' and parallel.pipeline "
-                "> 1; use 'selective'"
-            )
 
     # ------------------------------------------------------------ the optimizer
 
@@ -496,10 +405,6 @@ class Trainer:
         self.on_disk = None
         self.steps_since_sent = 0
         return self.drop_pending()
-
-    def new_adapter(self, lora: LoraConfig, *, seed: int | None = None) -> int:
-        """`plan_adapter`, then `use_adapter`."""
-        return self.use_adapter(self.plan_adapter(lora, seed=seed))
 
     def plan_adapter(self, lora: LoraConfig, *, seed: int | None = None) -> PlannedAdapter:
         """Make a fresh adapter, and its optimizer. Nothing changes.

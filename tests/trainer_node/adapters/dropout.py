@@ -22,7 +22,7 @@ from tests.trainer_node.data import make_batch
 from tests.trainer_node.training.operations import close, part, take_gradients
 from tests.trainer_node.worker import make_trainer, random_adapters
 from trainer_node.adapters.dense_lora import DenseAdapter
-from trainer_node.state import checkpoint
+from trainer_node.state import checkpoint, loading
 from trainer_node.training.trainer import Trainer
 
 P = 0.3
@@ -55,11 +55,11 @@ def check_steps(trainer: Trainer, result: dict, out: Path) -> None:
     trainer.drop_pending()
     checkpoint.save(trainer, out / "saved", version=1)
     steps = [trainer.train_step(batch, LOSS, OPTIM) for _ in range(2)]
-    checkpoint.load(trainer, out / "saved")
+    loading.load(trainer, out / "saved")
     for step in steps:
         resumed = trainer.train_step(batch, LOSS, OPTIM)
         assert (resumed["loss"], resumed["grad_norm"]) == (step["loss"], step["grad_norm"])
-    checkpoint.load(trainer, out / "saved")
+    loading.load(trainer, out / "saved")
 
 
 def check_cuts(trainer: Trainer) -> None:

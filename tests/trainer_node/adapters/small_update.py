@@ -34,7 +34,7 @@ from trainer_node.adapters.rounding import Rounding
 from trainer_node.export.hf_export import MERGE, export_hf
 from trainer_node.export.merged import Exporter
 from trainer_node.files.generations import CheckpointError
-from trainer_node.state import checkpoint
+from trainer_node.state import checkpoint, loading
 from trainer_node.training.trainer import Trainer
 
 TOKENS = 4096
@@ -169,13 +169,13 @@ def check_checkpoint(trainer: Trainer, folder: Path) -> None:
     adapters.rounding = configured
     found = merged()
     assert any(not torch.equal(found[name], want[name]) for name in want)
-    checkpoint.load(trainer, folder / "saved")
+    loading.load(trainer, folder / "saved")
     assert adapters.rounding == Rounding(mode="nearest", seed=5)
     found = merged()
     assert all(torch.equal(found[name], want[name]) for name in want)
     trainer.model.checkpoint.fingerprint = "f" * 32
     with pytest.raises(CheckpointError, match=r"trained on other base weights .* now ffff"):
-        checkpoint.load(trainer, folder / "saved")
+        loading.load(trainer, folder / "saved")
     trainer.train_step(make_batch(), LossSpec(name="grpo"), OptimParams(lr=1e-3))
     assert adapters.rounding == Rounding(mode="stochastic", seed=5)
 

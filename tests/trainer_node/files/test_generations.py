@@ -122,7 +122,7 @@ def save(folder: Path, text: str, disk: Disk) -> None:
 
 
 def found(folder: Path) -> int:
-    """What `checkpoint.load` would read, after mending."""
+    """What `loading.load` would read, after mending."""
     recover(folder)
     said = check_whole(folder)
     text = (folder / "a.bin").read_text()

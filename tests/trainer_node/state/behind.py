@@ -41,7 +41,7 @@ from trainer_node.files.generations import CheckpointError
 from trainer_node.jobs import Jobs
 from trainer_node.ranks.lockstep import Lockstep
 from trainer_node.request import Request
-from trainer_node.state import checkpoint, remake
+from trainer_node.state import checkpoint, contents, loading, remake
 from trainer_node.training import steps
 from trainer_node.training.trainer import Trainer
 
@@ -217,7 +217,7 @@ def references(bench: Bench) -> list[list[Any]]:
 def lose_moments(folder: Path) -> None:
     """As a trainer leaves it that ends before its thread."""
     if dist.get_rank() == 0:
-        shutil.rmtree(folder / checkpoint.STATE)
+        shutil.rmtree(folder / contents.STATE)
     dist.barrier()
 
 
@@ -312,7 +312,7 @@ def check_lost_moments(bench: Bench, known: list[list[Any]]) -> None:
     folder = bench.out
     lose_moments(folder / "2")
     with pytest.raises(CheckpointError, match="has no moments"):
-        checkpoint.load(bench.trainer, folder / "2")
+        loading.load(bench.trainer, folder / "2")
     bench.restart()
     (told,) = bench.load(2)
     assert "Step 4 was made again from" in told and "bit for bit" in told
@@ -348,7 +348,7 @@ def check_no_base(bench: Bench, known: list[list[Any]]) -> None:
         raise SpliceError("told to")
 
     for what in ("fails", "other", "gone"):
-        lose_moments(bench.out / "2") if (bench.out / "2" / checkpoint.STATE).exists() else None
+        lose_moments(bench.out / "2") if (bench.out / "2" / contents.STATE).exists() else None
         if what == "other":
             bench.load(0)
             bench.save(1)
@@ -365,7 +365,7 @@ def check_no_base(bench: Bench, known: list[list[Any]]) -> None:
             assert same(bench.state()[weights:], known[1][weights:])
         else:
             assert "starts afresh" in told and not bench.trainer.optimizer.state
-        assert not (bench.out / "2" / checkpoint.STATE).exists(), "nothing false is written"
+        assert not (bench.out / "2" / contents.STATE).exists(), "nothing false is written"
     bench.train(3)
     assert not bench.trainer.behind.is_writing, "saved as a whole: no base has this state"
     bench.restart()
@@ -376,10 +376,10 @@ def check_full_disk(bench: Bench, known: list[list[Any]]) -> None:
     """The thread finds the disk full: the next job tells, and is saved as a whole."""
     bench.load(1)
     if dist.get_rank() in (0, dist.get_world_size() - 1):
-        FAULTS.start(bench.out, full=f"/.{checkpoint.STATE}.new/")
+        FAULTS.start(bench.out, full=f"/.{contents.STATE}.new/")
     assert bench.train(2) == []
     bench.trainer.behind.wait(timeout_s=60)
-    assert not (bench.out / "2" / checkpoint.STATE).exists()
+    assert not (bench.out / "2" / contents.STATE).exists()
     (told,) = bench.train(3)
     assert not bench.trainer.behind.is_writing
     assert "moments of" in told and "No space left on device" in told and "saved as a whole" in told
@@ -398,7 +398,7 @@ def check_a_disk_that_stays_full(bench: Bench, known: list[list[Any]]) -> None:
     """The job after that fails and says so; the version before it is found."""
     bench.load(1)
     FAULTS.start(bench.out, full=".new/")
-    FAULTS.full = f"/.{checkpoint.STATE}.new/"
+    FAULTS.full = f"/.{contents.STATE}.new/"
     bench.train(2)
     bench.trainer.behind.wait(timeout_s=60)
     FAULTS.full = ".new/"
@@ -536,7 +536,7 @@ def check_what_has_no_base(bench: Bench, known: list[list[Any]]) -> None:
         bench.train(4, folder=folder)
         bench.jobs._model = model
         assert not bench.trainer.behind.is_writing, what
-        assert not (folder / "4" / checkpoint.REMAKE).exists()
+        assert not (folder / "4" / contents.REMAKE).exists()
         state = bench.state()
         bench.restart()
         assert bench.load(4, folder=folder) == [] and same(bench.state(), state)

@@ -21,7 +21,7 @@ from tests.trainer_node.data import make_batch
 from tests.trainer_node.worker import LOSS, OPTIM, make_trainer
 from trainer_node.export.merged import Exporter
 from trainer_node.ranks import heap
-from trainer_node.state import checkpoint
+from trainer_node.state import checkpoint, loading
 from trainer_node.training.trainer import Trainer
 
 WIDE = LoraConfig(rank=4, alpha=8)
@@ -79,7 +79,7 @@ def check(
     trainer.num_steps = 0
     heap.freeze()  # as the node does
     replaced = [weakref.ref(adapter) for adapter in trainer.model.adapters.adapters]
-    assert trainer.new_adapter(NARROW) == 1, "what was pending is dropped"
+    assert trainer.use_adapter(trainer.plan_adapter(NARROW)) == 1, "what was pending is dropped"
     assert not any(ref() for ref in replaced), "the old adapter's memory is free"
     assert len(gc.get_objects()) < gc.get_freeze_count() // 10
     fresh = exported(exporter)
@@ -92,12 +92,12 @@ def check(
     assert same([*exported(exporter).values()], [*narrow_export.values()])
     checkpoint.save(trainer, out / "narrow", version=2)
 
-    loaded = checkpoint.load(trainer, out / "wide")
+    loaded = loading.load(trainer, out / "wide")
     assert loaded.adapter_changed and "the adapter is now that of" in loaded.notes[0]
     assert trainer.model.config.lora == WIDE and same(states(trainer), wide)
     assert trainer.train_step(batch, LOSS, OPTIM)["loss"] == went_on
-    assert not checkpoint.load(trainer, out / "wide").adapter_changed
-    assert checkpoint.load(trainer, out / "narrow").adapter_changed
+    assert not loading.load(trainer, out / "wide").adapter_changed
+    assert loading.load(trainer, out / "narrow").adapter_changed
     assert same(states(trainer), narrow)
 
 
@@ -108,7 +108,7 @@ def check_refused(trainer: Trainer) -> None:
     before, scores = states(trainer), trainer.forward(batch)
     for targets, why in ((("nothing",), "matches nothing"), (("q_proj", "nowhere"), "'nowhere'")):
         with pytest.raises(ConfigError, match=why):
-            trainer.new_adapter(LoraConfig(rank=2, targets=targets))
+            trainer.plan_adapter(LoraConfig(rank=2, targets=targets))
     assert trainer.pending.num_batches == 1 and trainer.model.config.lora == WIDE
     assert same(before, states(trainer))
     assert all(map(torch.equal, scores, trainer.forward(batch)))

@@ -37,7 +37,7 @@ from trainer_node.jobs import Jobs
 from trainer_node.node import Node
 from trainer_node.ranks.lockstep import Lockstep
 from trainer_node.request import Request
-from trainer_node.state import checkpoint
+from trainer_node.state import checkpoint, loading
 from trainer_node.training.trainer import Trainer
 from weight_transfer.digest import tensor_digest
 
@@ -192,7 +192,7 @@ def check_bfloat16(model: Path, out: Path) -> None:
         t.numel() for t in last.values()
     )
     assert 0.001 < changed < 0.5, changed
-    checkpoint.load(trainer, folder)
+    loading.load(trainer, folder)
     for _ in range(2):
         trainer.train_step(batch, LOSS, small)
     assert all(torch.equal(t, last[n]) for n, t in exported(exporter).items())
@@ -212,7 +212,7 @@ def remembers_its_packs(trainer: Trainer, folder: Path) -> None:
         config = model.config.model_copy(update={"micro_batch_tokens": wanted})
         trainer.model = replace(model, config=config)
         trainer.micro_batch_tokens = measured
-        checkpoint.load(trainer, folder)
+        loading.load(trainer, folder)
         assert trainer.micro_batch_tokens == taken
     trainer.model, trainer.micro_batch_tokens = model, saved
 
@@ -234,18 +234,18 @@ def main() -> None:
             noise = torch.rand(3)
     check_sharded_equals_whole(trainer)
     remembers_its_packs(trainer, out / "one_step")
-    loaded = checkpoint.load(trainer, out / "one_step")
+    loaded = loading.load(trainer, out / "one_step")
     assert (loaded.version, loaded.client_state, loaded.rng_restored) == (1, {"row": 7}, True)
     assert torch.equal(torch.rand(3), noise)
     again = trainer.train_step(batch, LOSS, OPTIM)
     assert all(again[k] == steps[1][k] for k in ("loss", "grad_norm")), (again, steps[1])
     assert all(torch.equal(t, exports[2][n]) for n, t in exported(exporter).items())
-    checkpoint.load(trainer, out / "initial")
+    loading.load(trainer, out / "initial")
     assert all(torch.equal(t, exports[0][n]) for n, t in exported(exporter).items())
     assert trainer.optimizer.num_steps(trainer.model.control_group) == 0
     resumed = []
     for folder in foreign:
-        assert not checkpoint.load(trainer, Path(folder) / "one_step").rng_restored
+        assert not loading.load(trainer, Path(folder) / "one_step").rng_restored
         assert trainer.num_steps == 1
         before = exported(exporter)
         resumed.append(trainer.train_step(batch, LOSS, OPTIM))

@@ -26,7 +26,7 @@ from tests.trainer_node.data import arrays, make_batch, temperatures
 from tests.trainer_node.worker import make_trainer, random_adapters
 from trainer_node.adapters.peft_io import AdapterError
 from trainer_node.files.generations import CheckpointError
-from trainer_node.state import checkpoint
+from trainer_node.state import checkpoint, loading
 from trainer_node.tools.identity_adapter import write_identity_adapter
 from trainer_node.training import passes, steps
 from trainer_node.training.batch import Batch, BatchError
@@ -187,7 +187,7 @@ def check_skipped_step(trainer: Trainer, out: Path) -> None:
     good = trainer.train_step(batch, spec, optim)
     after = state(trainer)
     trainer.forward_backward(batch, spec)
-    loaded = checkpoint.load(trainer, out / "before")
+    loaded = loading.load(trainer, out / "before")
     assert (loaded.version, loaded.client_state, loaded.dropped_batches) == (1, {"row": 3}, 1)
     assert all(p.param.grad is None for p in trainer.model.params)
     before = state(trainer)
@@ -209,7 +209,7 @@ def check_skipped_step(trainer: Trainer, out: Path) -> None:
     assert (again["loss"], again["grad_norm"]) == (good["loss"], good["grad_norm"])
     assert same(state(trainer), after)
     trainer.num_skipped_steps = 0
-    checkpoint.load(trainer, out / "skipped")
+    loading.load(trainer, out / "skipped")
     assert trainer.num_skipped_steps == 1
 
 
@@ -220,7 +220,7 @@ def check_failures_drop(trainer: Trainer, out: Path) -> None:
     batch, spec = batch_for("cross_entropy"), SPECS["cross_entropy"]
     trainer.forward_backward(batch, spec)
     with pytest.raises(CheckpointError):
-        checkpoint.load(trainer, out / "nowhere")
+        loading.load(trainer, out / "nowhere")
     assert trainer.pending.num_batches == 1
     original, calls = passes.loss, []
 
@@ -476,7 +476,7 @@ def check_offload(trainer: Trainer, out: Path) -> None:
     checkpoint.save(trainer, out / "to_offload", version=1)
     results = []
     for offloads in (False, True):
-        checkpoint.load(trainer, out / "to_offload")
+        loading.load(trainer, out / "to_offload")
         before = state(trainer)
         for _ in range(2):
             trainer.forward_backward(batch, spec)

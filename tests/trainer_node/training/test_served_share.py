@@ -355,7 +355,8 @@ def main() -> None:
     elif dist.get_rank() == 0:
         assert shares["nearest"] < 0.6 and shares["stochastic"] == pytest.approx(1, abs=0.1), shares
     assert served_share.metrics(trainer.model)["update_norm"] > 0
-    trainer.new_adapter(trainer.model.config.lora.model_copy(update={"rank": 2}), seed=None)
+    narrow = trainer.model.config.lora.model_copy(update={"rank": 2})
+    trainer.use_adapter(trainer.plan_adapter(narrow))
     assert served_share.metrics(trainer.model)["update_norm"] == 0, "the old adapter was measured"
     trainer.model.close()
 

@@ -1,0 +1,97 @@
+"""Runs packs of a batch through one rank's model, and scores batches. Changes no weights."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from trainer_node.adapters.lora import Mode
+from trainer_node.model.model import Model
+from trainer_node.training import passes, served_weights
+from trainer_node.training.batch import Batch, Packs, check_fits
+
+DEFAULT_TOKENS = 4096
+"""Tokens of a pack on a CPU: a larger pack exceeds its caches."""
+
+
+class Scorer:
+    """One rank's model, and the size of its packs. Every method is a collective."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.first_forward_s = 0.0
+        """Time of the first forward pass since it was set to 0, on the monotonic clock."""
+        self.micro_batch_tokens = DEFAULT_TOKENS
+        """Largest number of tokens in a pack; `pack_size` sets it."""
+        self.longest_sequence: int | None = None
+        """Tokens of the longest sequence that fits. None: not measured, as on a CPU."""
+
+    @torch.no_grad()
+    def forward(
+        self,
+        batch: Batch,
+        *,
+        allowed_token_ids: Sequence[int] | None = None,
+        mode: Mode | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropy, at the batch's temperatures, of every token that its loss mask
+        marks.
+
+        Returns [T] each, fp32 on the CPU, on every rank; 0 where the mask is 0. Gradients, weights
+        and optimizer are untouched.
+
+        Args:
+            mode: how the model runs; None: as it learns, without dropout.
+
+        Raises:
+            TooLong: a sequence does not fit into memory. Nothing has run.
+        """
+        if mode == "base":
+            self.model.need_adapters("a forward pass of the base model")
+        check_fits(batch, self.longest_sequence)
+        packs = self._cut(batch)
+        of_pack = partial(passes.scores, self.model, self._allowed(allowed_token_ids))
+        with self._scoring(mode):
+            values = self._run(packs, of_pack, forward_only=True)
+        logprobs_T, entropy_T = passes.gather_scores(self.model, batch, packs, values, rows=2)
+        return logprobs_T, entropy_T
+
+    def _scoring(self, mode: Mode | None) -> contextlib.AbstractContextManager[None]:
+        """What a forward pass without a backward pass computes with."""
+        numerics = self.model.config.numerics
+        mode = mode or numerics
+        if mode != "served":
+            return self.model.adapters.switched(mode)
+        served = served_weights.of(self.model)
+        return served.all() if numerics == "served" else served.one_by_one()
+
+    def _cut(self, batch: Batch) -> Packs:
+        return passes.cut(self.model, batch, budget=self.micro_batch_tokens)
+
+    def _run(
+        self,
+        packs: Packs,
+        of_pack: Callable[..., Any],
+        *,
+        first_row: int = 0,
+        forward_only: bool = False,
+    ) -> list[Any]:
+        return passes.run(
+            self.model,
+            packs,
+            of_pack,
+            first_row=first_row,
+            on_pack=self._note_first_forward,
+            forward_only=forward_only,
+        )
+
+    def _note_first_forward(self) -> None:
+        self.first_forward_s = self.first_forward_s or time.monotonic()
+
+    def _allowed(self, ids: Sequence[int] | None) -> torch.Tensor | None:
+        return None if ids is None else torch.tensor(sorted(set(ids)), device=self.model.device)

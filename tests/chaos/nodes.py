@@ -350,7 +350,7 @@ class Trainer(Node):
 
     def on_SaveCheckpoint(self, message: Any, _: Any) -> None:
         self.save(message)
-        self.done(message)
+        self.link.complete(message.request_id, result={"version": message.version})
 
     def on_TrainMerged(self, message: Any, buffers: Any) -> None:
         self.step([self.batch(message, buffers)])

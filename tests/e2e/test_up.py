@@ -240,7 +240,7 @@ def test_a_run_starts_without_a_replica_that_gives_up(models, tmp_path):
             specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + 2)
             job = TrainMergedJob(tensors=specs)
             result = client.run(job, buffers=as_batch([3, 4]), timeout_s=120)
-        assert (result["alias"], result["replicas"]) == ("tiny@1", ["inference-0"])
+        assert (result.alias, list(result.replicas)) == ("tiny@1", ["inference-0"])
         status = json.loads(splice("status", folder, "--json"))
         assert status["phase"] == "up"
         assert "inference-1 ended with code 3 and was given up" in status["warning"]

@@ -16,7 +16,7 @@ from tests.inference_node.harness import Node, new
 
 ABORT = m.AbortUpdate(reason="the test says so")
 SOON_S = 10.0
-"""What "at once" means beside deadlines of 20 s and more; two busy cores are slow."""
+"""Upper bound of "at once", below deadlines of 20 s and more; two busy cores are slow."""
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """A family's tiny checkpoint in a real vLLM engine of this process, and publications to it.
 
-Each engine runs in a process of its own: `test_families.py` forks it from one that has imported
+Each engine runs in a separate process: `test_families.py` forks it from one that has imported
 vLLM. Weights travel over a real transfer group into the worker extension that the node uses.
 """
 
@@ -64,7 +64,7 @@ class Served:
     refused: str = ""
     """Why vLLM does not load it, or the plan refuses it."""
     unserved: str = ""
-    """The line of vLLM that refuses its requests; versions are published all the same."""
+    """The line of vLLM that refuses its requests; versions are published anyway."""
     direct: int = 0
     reloaded: int = 0
     reasons: dict[str, str] = field(default_factory=dict)
@@ -346,7 +346,7 @@ def loaded(name: str, folder: Path, version: int) -> list[float]:
 
 
 def answer(connection: Any, function: Callable[..., Any], *args: Any) -> None:
-    """In a process of its own: send what the function returns."""
+    """In a separate process: send what the function returns."""
     connection.send(function(*args))
     connection.close()
 

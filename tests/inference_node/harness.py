@@ -288,7 +288,7 @@ class Node:
         mode: str = "keep",
         deadline_s: float = 30.0,
     ) -> tuple[Envelope, Any]:
-        """ReceiveWeights with a sender beside it; (outcome, send report)."""
+        """ReceiveWeights with a sender on a thread; (outcome, send report)."""
         reports: list[Any] = []
         sender = self.sender_in(self.layout, self.manifest, tensors)
         thread = threading.Thread(target=lambda: reports.append(sender.send(deadline_s=deadline_s)))
@@ -312,7 +312,7 @@ class Node:
         try:
             return self._publish(version, tensors, mode=mode)
         except BaseException:
-            self.leave()  # the next one joins anew
+            self.leave()  # the next one joins again
             raise
 
     def _publish(self, version: int, tensors: dict[str, torch.Tensor], *, mode: str) -> m.Completed:

@@ -44,7 +44,7 @@ def run(name: str, folder: Path, dtype: str) -> Outcome:
         self.model.get_buffer("model.layers.1.self_attn.attn._k_scale").fill_(0.5)
 
     patched: Any = SpliceEngine
-    patched.finish_weight_update = finish_with_another_scale  # in this process alone
+    patched.finish_weight_update = finish_with_another_scale  # only in this process
     try:
         live.publish(2, tensors)
     except AssertionError as error:

@@ -57,7 +57,7 @@ class Engine:
 
 
 class Backend:
-    """The app behind: answers like vLLM, from the same list of names, and lets a test hold an
+    """The wrapped app: answers like vLLM, from the same list of names, and lets a test hold an
     answer back.
     """
 
@@ -213,7 +213,7 @@ class Server:
         }
         with contextlib.suppress(
             OSError
-        ):  # what breaks in a handler goes on to the server, which logs it
+        ):  # what breaks in a handler reaches the server, which logs it
             await asyncio.wait_for(self.middleware(scope, receive, send), 10)
         if leaves is not None and leaves.is_set():
             return SimpleNamespace()

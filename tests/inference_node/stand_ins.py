@@ -27,7 +27,7 @@ class Wire:
 
 
 class CudaWire(Wire):
-    """Broadcasts on a stream of its own, as NCCL's do: the bytes are there behind the event, not
+    """Broadcasts on a separate stream, as NCCL's do: the bytes are there after the event, not
     before.
     """
 

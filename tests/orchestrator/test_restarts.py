@@ -327,7 +327,7 @@ def test_a_job_does_not_wait_for_a_trainer_that_was_given_up(tmp_path):
             run.client.run(InitialSyncJob(), timeout_s=30)
         trainer = run.trainer()
         run.replica(lambda: trainer)
-        assert run.client.run(InitialSyncJob(), timeout_s=30)["version"] == 0
+        assert run.client.run(InitialSyncJob(), timeout_s=30).version == 0
 
 
 def test_what_is_said_late_of_an_ended_process_is_not_said_of_the_next(tmp_path):

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.errors import JobFailed
-from orchestrator.protocol.messages import NodeStatus, Progress, Status
+from orchestrator.protocol.messages import NodeStatus, Progress, Status, TrainMergedResult
 
 NAME = "tiny"
 PROMPT_LENGTH = 3
@@ -43,7 +43,7 @@ class StandIn:
         self.draw = random.Random(seed)
         self.train_s, self.token_s = train_s, token_s
         self.version, self.weights = 0, b""
-        self.outcomes: dict[str, Any] = {}
+        self.outcomes: dict[str, TrainMergedResult | JobFailed | None] = {}
         self.trained: list[str] = []
         self.crash_at = ""
         """"before submit", "after submit" or "after outcome"."""
@@ -89,7 +89,9 @@ class StandIn:
         self.weights = hashlib.sha256(self.weights + batch).digest()
         self.version += 1
         self.trained.append(job_id)
-        self.outcomes[job_id] = {"version": self.version, "seconds": {}, "metrics": {"loss": 0.0}}
+        self.outcomes[job_id] = TrainMergedResult(
+            version=self.version, alias=f"{NAME}@{self.version}", metrics={"loss": 0.0}
+        )
 
     def _be_away(self, job_id: str) -> None:
         away_s, self.away_s = self.away_s, 0.0
@@ -99,7 +101,7 @@ class StandIn:
             )
             time.sleep(seconds)
 
-    def wait(self, job_id: str, *, timeout_s: float) -> dict[str, Any]:
+    def wait(self, job_id: str, *, timeout_s: float) -> TrainMergedResult:
         deadline_s = time.monotonic() + timeout_s
         while self.outcomes[job_id] is None:
             if time.monotonic() > deadline_s:
@@ -110,7 +112,8 @@ class StandIn:
         outcome = self.outcomes[job_id]
         if isinstance(outcome, JobFailed):
             raise outcome
-        return dict(outcome)
+        assert outcome is not None
+        return outcome
 
     # ------------------------------------------------------------ tokens
 

@@ -76,7 +76,8 @@ def test_a_step_that_failed_is_not_made_again_by_the_same_loop(tmp_path, starts)
 def test_warnings_of_the_trainer_and_a_loop_with_nothing_left_are_said(tmp_path, caplog):
     class Warns(StandIn):
         def wait(self, job_id, *, timeout_s):
-            return super().wait(job_id, timeout_s=timeout_s) | {"warnings": ["log-probs differ"]}
+            result = super().wait(job_id, timeout_s=timeout_s)
+            return result.model_copy(update={"warnings": ["log-probs differ"]})
 
     run = Warns()
     with caplog.at_level(logging.WARNING, logger="splice.rl"):

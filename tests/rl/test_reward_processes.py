@@ -49,8 +49,14 @@ def test_a_reward_may_use_signals(tmp_path, before):
 
 def workers() -> set[psutil.Process]:
     """Processes for rewards, and what they have started; also the nodes of other tests."""
-    found = psutil.Process().children(recursive=True)
-    return {p for p in found if "resource_tracker" not in " ".join(p.cmdline())}
+
+    def is_one(process: psutil.Process) -> bool:
+        try:
+            return "resource_tracker" not in " ".join(process.cmdline())
+        except psutil.Error:  # it has ended
+            return False
+
+    return set(filter(is_one, psutil.Process().children(recursive=True)))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A receiver on the second GPU, as a process of its own: a cupy communicator that does what a vLLM
+"""A receiver on the second GPU, as a separate process: a cupy communicator that does what a vLLM
 worker does on the wire.
 
 `python nccl_peer.py RENDEZVOUS_JSON CHUNK_BYTES`, the manifest on stdin. Prints one JSON line per

@@ -1,4 +1,4 @@
-"""The other end of a transfer, as a process of its own: `python peer.py receive|send ...`. Prints
+"""The other end of a transfer, as a separate process: `python peer.py receive|send ...`. Prints
 one JSON line per event.
 """
 

@@ -1,5 +1,5 @@
 """Chunks leave in the receiver's order, digested from the ring; a group in memory stands for the
-wire (the wires have tests of their own).
+wire (the wires have other tests).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_the_ring_has_room_for_usual_chunks_not_for_as_many_of_the_largest(monke
     assert chunks.ring_bytes([1024] * 9, 1024, at_once=3) == 3 * 1024
     assert (
         chunks.ring_bytes([4096, *[1024] * 9], 1024, at_once=3) == 5 * 1024
-    )  # an embedding, and a chunk beside it
+    )  # an embedding, and another chunk
     assert (
         chunks.ring_bytes([1000, 10], 1000, at_once=3) == 1024 + 512
     )  # no more than all of them take
@@ -87,7 +87,7 @@ def test_the_ring_has_room_for_usual_chunks_not_for_as_many_of_the_largest(monke
 
 
 def test_a_ring_has_room_for_three_matrices_that_are_chunks_alone():
-    """A wide layer: gate, up and down are chunks of their own; smaller ones share."""
+    """A wide layer: gate, up and down are separate chunks; smaller ones share."""
     wide, shared, head = 178_257_920, 157_286_400, 1_555_824_640
     sizes = [head, *[shared, wide, wide, wide] * 40, head]
     usual = chunks.usual_bytes(sizes, at_once=3)
@@ -103,7 +103,7 @@ def test_a_ring_has_room_for_three_matrices_that_are_chunks_alone():
 
 @pytest.mark.parametrize("wait_s", [0.0005, 0.01, 0.2])
 def test_a_wait_notices_its_event_soon(wait_s, monkeypatch):
-    """Counted on a clock of its own: the machine's load must not matter."""
+    """Counted on a separate clock: the machine's load must not matter."""
     now = [0.0]
     monkeypatch.setattr(cuda_events.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(cuda_events.time, "sleep", lambda s: now.__setitem__(0, now[0] + s))
@@ -185,7 +185,7 @@ def test_a_chunk_waits_for_those_that_lie_where_it_goes():
     assert sender._places == [0, 1024, 1536, 0, 512, 1536]
     for k, wanted in enumerate([[], [], [], [0], [0, 1], [2]]):
         assert sender._uses_of_place(k) == wanted and not sender._is_too_far_ahead(k), k
-        # No broadcast of one group is queued behind another's: an abort would wait for it.
+        # No broadcast of one group is queued after another's: an abort would wait for it.
         sender._groups["b"] = Memory()
         assert sender._is_too_far_ahead(k) == bool(wanted)
         del sender._groups["b"]
@@ -227,7 +227,7 @@ def test_bytes_order_and_digests(device, monkeypatch):
 
 
 class Slow(Memory):
-    """A wire with a stream of its own, which reads a chunk long after it was queued."""
+    """A wire with a separate stream, which reads a chunk long after it was queued."""
 
     def __init__(self):
         super().__init__()

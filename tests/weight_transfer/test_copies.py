@@ -164,7 +164,7 @@ def test_the_cuda_kernel_moves_the_same_bytes_interpreted() -> None:
 
 @pytest.mark.parametrize("element_bytes", [1, 2, 4, 8])
 def test_the_cuda_kernel_compiles(element_bytes: int) -> None:
-    """For an H100 or H200, by Triton's compiler alone."""
+    """For an H100 or H200, only by Triton's compiler."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -287,7 +287,7 @@ def test_the_cuda_kernels_give_the_same_numbers_interpreted() -> None:
 
 
 def compiled(kernel: Any, signature: dict[str, str], constants: dict[str, Any]) -> str:
-    """PTX for an H100 or H200, by Triton's compiler alone."""
+    """PTX for an H100 or H200, only by Triton's compiler."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

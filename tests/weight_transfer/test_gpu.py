@@ -327,7 +327,7 @@ except TransferTimeout as error:
 
 @pytest.mark.gpu2
 def test_nccl_61_gb(nccl_pair: Callable[..., Any]) -> None:
-    """Through the ring; the receiver drops what it gets (it would not fit beside its copy
+    """Through the ring; the receiver drops what it gets (it would not fit next to its copy
     otherwise).
     """
     manifest = big_manifest(tensors=61, mib_each=1000)

@@ -51,7 +51,7 @@ def listen(*, world_size: int = 2) -> GroupListener:
 
 
 class Join:
-    """All ranks of a group join, each on a thread of its own; what became of them."""
+    """All ranks of a group join, each on a separate thread; and their outcomes."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Updates of the changed tensors alone, on a real vLLM: what is served is what transformers
+"""Updates of only the changed tensors, on a real vLLM: what is served is what transformers
 computes, and the rest stays what it was.
 """
 

@@ -1,4 +1,4 @@
-"""Two data-parallel engines behind one server are two workers: both take the layout, both are
+"""Two data-parallel engines of one server are two workers: both take the layout, both are
 verified, both serve what was sent.
 """
 
@@ -33,6 +33,6 @@ def test_both_engines_take_the_layout_and_serve_what_was_sent(two_engines: Node)
         assert part.layout.chunks[0].kind == "staged"
         served = moved(node.base, seed)
         publish_whole(node, version, part, served)
-        with ThreadPoolExecutor(8) as pool:  # so many at once are spread over both
+        with ThreadPoolExecutor(8) as pool:  # enough concurrent requests to reach both
             scored = list(pool.map(node.prompt_logprobs, [f"tiny@{version}"] * 8))
         assert all((logprobs - node.expected(served)).abs().max() < TAU for logprobs in scored)

@@ -156,7 +156,7 @@ def test_an_abort_after_the_commit_changes_nothing() -> None:
 def test_a_swap_that_commits_is_given_up_until_it_is_confirmed() -> None:
     for is_confirmed in (False, True):
         played = Played()
-        assert played.ask(swap()) == "failed"  # nothing is beside
+        assert played.ask(swap()) == "failed"  # nothing is in shadow memory
         assert played.ask(receive(mode="shadow", base_version=4)) == "completed"
         assert played.node._served.is_committed(4)
         assert played.ask(swap()) == "completed" and played.node._served.is_committed(5)

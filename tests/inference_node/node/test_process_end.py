@@ -1,4 +1,4 @@
-"""However the node ends, nobody is left behind; and it says at once what cannot start."""
+"""However the node ends, no process is left; and it says immediately what cannot start."""
 
 from __future__ import annotations
 

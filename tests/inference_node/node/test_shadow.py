@@ -1,5 +1,5 @@
-"""Shadow mode on a real vLLM: it generates while an update comes beside its tensors, and goes on
-with @N whatever happens before the swap.
+"""Shadow mode on a real vLLM: it generates while an update arrives in shadow memory, and
+continues with @N whatever happens before the swap.
 """
 
 from __future__ import annotations
@@ -455,7 +455,7 @@ def test_the_gate_lets_through_what_was_made_before_and_holds_the_rest() -> None
         engine.outputs_queue.put_nowait(5)
         await asyncio.sleep(0.01)
         assert engine.handed_out[-1] == 4
-        engine.resources.engine_dead = True  # what says so comes behind
+        engine.resources.engine_dead = True  # the output that says so comes later
         await asyncio.sleep(2 * output_gate.DEATH_POLL_S)
         assert engine.handed_out[-1] == 5
         task.cancel()

@@ -197,7 +197,7 @@ def test_two_workers_take_one_layout_and_serve_what_was_sent(two_workers: Node) 
         assert (logprobs - node.expected(served)).abs().max() < TAU
         assert (logprobs - node.expected(node.base)).abs().max() > 10 * TAU
 
-    # The changed ones alone: a norm on both workers, and the fused layer of a query.
+    # Only the changed ones: a norm on both workers, and the fused layer of a query.
     version += 1
     node.join()
     part = plan(node, version, is_norm_and_query)
@@ -208,7 +208,7 @@ def test_two_workers_take_one_layout_and_serve_what_was_sent(two_workers: Node) 
     publish_part(node, version, part, served)
     assert (node.prompt_logprobs(f"tiny@{version}") - node.expected(served)).abs().max() < TAU
 
-    # The embedding alone, beside the live tensors: only parts are copied, nothing is reloaded.
+    # Only the embedding, in shadow memory: only parts are copied, nothing is reloaded.
     version += 1
     node.join()
     part = plan(node, version, lambda name: name == "model.embed_tokens.weight")

@@ -17,7 +17,7 @@ HELD = {"model": "tiny", "hold": True, "stream": True}
 
 
 async def publish(server: Server, version: int) -> None:
-    """A swap under requests that go on, end early or are refused."""
+    """A swap under requests that continue, end early or are refused."""
     server.backend.release.clear()
     held = [asyncio.ensure_future(server.ask("/v1/completions", HELD)) for _ in range(2)]
     leaves = asyncio.Event()

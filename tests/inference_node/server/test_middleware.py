@@ -362,7 +362,7 @@ def test_commit_without_an_update_is_refused() -> None:
 def test_an_update_that_fails_says_whether_anything_may_have_been_written(
     pause_breaks: bool, code: str, tensors: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a replica that may hold a mixture would go on serving it."""
+    """Else a replica that may hold a mixture would continue to serve it."""
 
     async def test() -> None:
         server = Server()

@@ -14,7 +14,7 @@ from tests.inference_node.long_requests import LONG, Request
 
 ATTEMPTS = 6
 """A request may arrive after the swap, or be through before it, where the machine is slow or fast:
-what it says must be right in any case, and that it spans the swap must be seen once in so many.
+what it says must be right in any case, and one of the attempts must span the swap.
 """
 
 

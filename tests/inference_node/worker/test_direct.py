@@ -57,7 +57,7 @@ def fmt(module, param, *shape, dtype="float32", alias_of=None):
 
 @pytest.fixture
 def moe(monkeypatch):
-    """Three experts whose gate and up stand one behind the other in w13, their downs in w2, and a
+    """Three experts whose gate and up follow each other in w13, their downs in w2, and a
     norm; sent expert by expert.
     """
     monkeypatch.setattr(direct, "SMALL_BYTES", 64)
@@ -202,7 +202,7 @@ def test_a_transposed_or_partial_tensor_is_staged_not_taken_for_a_run(moe, monke
 
 
 def test_the_first_chunk_is_never_live(moe, monkeypatch):
-    """Where everything could be: then the smallest piece comes beside first."""
+    """Where everything could be: then the smallest piece is staged first."""
     monkeypatch.setattr(direct, "SMALL_BYTES", 1)
     manifest, plan, live = moe
     layout = plan_layout(plan, manifest, live)
@@ -305,7 +305,7 @@ def test_staged_chunks_are_queued_behind_the_first_which_is_waited_for(moe, monk
             for e in range(E):
                 assert torch.equal(live["experts", "w2"][e].cpu(), weights[f"{e}.down"])
                 assert torch.equal(live["experts", "w13"][e, :I].cpu(), weights[f"{e}.gate"])
-            # The first chunk was waited for with the second one behind it, the rest at the end.
+            # The first chunk was waited for with the second one after it, the others at the end.
             assert wire.waited[0] == 2 and set(wire.waited[1:]) == {count}
             continue
         with pytest.raises(TransferError):
@@ -333,13 +333,13 @@ def test_a_wire_that_dies_has_said_what_it_touched(moe):
                 group=wire, deadline_s=5, load=lambda t: None, on_written=written.append
             )
         assert sum(written) == touched
-        if touched == 0:  # the first chunk comes beside: nothing has changed, and @N can go on
+        if touched == 0:  # the first chunk is staged: nothing has changed, and @N can continue
             assert all(torch.equal(before[key], live[key]) for key in live)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu1)])
 def test_what_came_beside_is_copied_to_its_places_and_the_rest_loaded(moe, device):
-    """On CUDA beside a busy default stream, for which the receive must not wait; digests of the
+    """On CUDA next to a busy default stream, for which the receive must not wait; digests of the
     live tensors after the copy.
     """
     manifest, plan, live = moe

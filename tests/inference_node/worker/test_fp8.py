@@ -152,6 +152,15 @@ def distributed() -> Iterator[None]:
     destroy_distributed_environment()
 
 
+@pytest.fixture
+def eager() -> Iterator[None]:
+    """Runs vLLM's quantiser of blocks uncompiled; `test_every_byte_is_that_of_vllm_s_reference`
+    compiles it, for some ten seconds a shape.
+    """
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 def live_of(model: torch.nn.Module) -> dict[str, bytes]:
     return {
         f"{path}.{n}": p.data.contiguous().view(torch.uint8).numpy().tobytes()
@@ -164,7 +173,7 @@ def live_of(model: torch.nn.Module) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("kind", ["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", BLOCKS])
 def test_experts_are_placed_as_a_cold_load_makes_them(
-    kind: str, tmp_path: Path, distributed: None
+    kind: str, tmp_path: Path, distributed: None, eager: None
 ) -> None:
     fp8_engine.lend_kernel()
     folder, again = tmp_path / "model", tmp_path / "again"
@@ -245,7 +254,7 @@ def test_parts_of_a_matrix_take_the_scales_of_their_rows_and_blocks() -> None:
         ((0, 0), (200, 300), 0),  # ends within a block
         ((64, 0), (128, 300), 0),  # begins within one of the matrix
         ((128, 0), (128, 300), 64),  # begins within one of the parameter
-        ((0, 0), (384, 100), 0),  # columns that another worker goes on with
+        ((0, 0), (384, 100), 0),  # columns that another worker continues
     ],
 )
 def test_parts_within_a_block_are_refused(

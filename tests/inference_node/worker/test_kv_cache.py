@@ -89,7 +89,7 @@ def test_a_checkpoint_that_chooses_the_cache_s_format_is_seen(
 
 @pytest.mark.skipif(
     not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
-    reason="vLLM's CPU build has an FP8 KV cache with AVX-512 or AMX alone",
+    reason="vLLM's CPU build has an FP8 KV cache only with AVX-512 or AMX",
 )
 @pytest.mark.timeout(2 * ENGINE_S + 60.0)
 def test_a_version_is_served_as_by_a_fresh_engine(forked: Run) -> None:

@@ -152,9 +152,7 @@ def make_worker(rank: int, device: torch.device = CPU) -> Worker:
     w.shard("down", (EVERYTHING, half(I, rank)), "down", turned=True)
     w.param("w13", 1, I, H)
     w.shard(f"experts.{rank}.up", (EVERYTHING,), "w13", (0,))  # type: ignore[arg-type]
-    w.param(
-        "router", 3, 5, dtype=torch.bfloat16
-    )  # 30 bytes: what comes behind it must be aligned all the same
+    w.param("router", 3, 5, dtype=torch.bfloat16)  # 30 bytes: what follows must be aligned anyway
     w.shard("router", (EVERYTHING,), "router")
     if rank == 1:
         w.param("last_norm", H)
@@ -319,7 +317,7 @@ def test_what_one_worker_cannot_place_is_reloaded_on_both_and_takes_its_layers_w
 
 
 def test_layers_chained_over_workers_are_reloaded_to_the_last(small_chunks: None) -> None:
-    """On one worker a shares a layer with b, on the other b with c; d stands alone."""
+    """On one worker a shares a layer with b, on the other b with c; d is single."""
     shapes = dict.fromkeys("abcd", (4,))
     specs = tuple(TensorSpec(name=n, dtype="float32", shape=shape) for n, shape in shapes.items())
     plans, lives = [], []
@@ -356,8 +354,8 @@ def test_a_trainer_that_dies_leaves_all_as_it_was_until_the_first_chunk_is_whole
 
 @pytest.mark.gpu1
 def test_every_part_lands_in_its_place_on_cuda(small_chunks: None) -> None:
-    """Over a wire with a stream of its own: the ring is written again behind the copies, the
-    digests lie behind them, too.
+    """Over a wire with a separate stream: the ring is written again after the copies, and
+    digested after them.
     """
     replica = Replica(device=torch.device("cuda", 0))
     for seed in (1, 2):

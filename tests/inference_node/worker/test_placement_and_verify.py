@@ -182,17 +182,17 @@ def test_one_flipped_element_inside_a_packed_linear_names_its_tensor(
 
 
 def test_a_convolution_is_read_back_from_each_of_its_copies(models: dict[str, Loaded]) -> None:
-    """vLLM on a CPU may permute it and keep what was loaded beside it."""
+    """vLLM on a CPU may permute it and keep what was loaded as well."""
     m = models[CONVOLUTION]
     name = "model.layers.0.linear_attn.conv1d.weight"
     layer = dict(m.model.named_modules())[name.removesuffix(".weight")]
     assert m.wrong(m.tensors) == []
-    beside = packing.extra_tensors(layer)
-    for live in (layer.weight.data, *beside.values()):
+    extra = packing.extra_tensors(layer)
+    for live in (layer.weight.data, *extra.values()):
         flat = live.view(-1)
         before = flat[9].clone()
         flat[9] += 1
-        if beside:
+        if extra:
             with pytest.raises(VerificationError, match=rf"{name} \(its live copies disagree"):
                 m.wrong(m.tensors)
         else:

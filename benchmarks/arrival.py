@@ -72,7 +72,7 @@ def _check(message: TrainMerged, buffers: Sequence[bytes]) -> Batch:
 
 
 def _lay_out(batch: Batch, device: str) -> None:
-    from trainer_node.training.batch import micro_batches
+    from trainer_node.training.packing import micro_batches
 
     assert (
         micro_batches(batch, budget=PACK, device=torch.device(device))[0].tokens_L.device.type

@@ -144,7 +144,7 @@ class Jobs:
         return None
 
     async def take_mail(self) -> None:
-        """Handle submissions and cancellations in order. Heartbeats go on during large writes."""
+        """Handle submissions and cancellations in order. Large writes do not stop heartbeats."""
         while True:
             await self._mail_came.wait()
             while self._mail:

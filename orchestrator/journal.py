@@ -42,7 +42,7 @@ LARGE_BYTES = 2**20
 HEAD = 3
 """Number of frames before the buffers."""
 JOBS_KEPT = 10_000
-"""Number of the newest jobs whose outcomes are kept. An older id would run anew."""
+"""Number of the newest jobs whose outcomes are kept. An older id would run again."""
 VERSIONS_KEPT = 10_000
 """Number of versions whose publication steps are kept. All digests are kept."""
 
@@ -282,7 +282,7 @@ class Journal:
         self._execute("INSERT OR REPLACE INTO digests VALUES (?, ?)", (version, digest))
 
     def forget_digest(self, version: int) -> None:
-        """Drop the digest of a version that was never served and is made anew."""
+        """Drop the digest of a version that was never served and is made again."""
         self._execute("DELETE FROM digests WHERE version = ?", (version,))
 
     def digest(self, version: int) -> str | None:

@@ -3,7 +3,7 @@
 Counters and the histogram of pauses count from this process's start. The rest is read at each
 scrape: the run's status, and what the loop on this host wrote into RUN_DIR/loop/status.json.
 
-A scrape runs on a thread of its own. It waits for the event loop, never the other way round, and no
+A scrape runs on its own thread. It waits for the event loop, never the other way round, and no
 failure here ends the run.
 """
 
@@ -90,7 +90,7 @@ class Metrics:
             )
         except OSError as error:
             log.error(
-                "no metrics at http://%s:%d: %s. The run goes on without them; choose another "
+                "no metrics at http://%s:%d: %s. The run continues without them; choose another "
                 "metrics_port",
                 host,
                 port,

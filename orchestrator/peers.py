@@ -49,7 +49,7 @@ class Peer:
 
     @property
     def life(self) -> str:
-        """Changes when the process, or the server below it, starts anew with empty memory."""
+        """Changes when the process, or the server below it, starts again with empty memory."""
         return f"{self.hello.incarnation}/{self.times_ready}"
 
 

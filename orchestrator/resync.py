@@ -38,7 +38,7 @@ class Resync:
         """Of the last attempt, until one succeeds."""
 
     async def bare_replicas(self) -> None:
-        """Send the served version to replicas without it, which answer 503; the others go on."""
+        """Send the served version to replicas without it, which answer 503; the others continue."""
         bare, version = self._publisher.bare_replicas(), self._publisher.version
         if not bare or version is None or self._trainer.memory.pending:
             return

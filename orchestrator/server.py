@@ -319,7 +319,7 @@ class Orchestrator:
         is_served = self._publisher.is_served_by(self._router.nodes("inference"))
         if version is None or is_served is False:
             return "nothing is served"
-        how = "goes on being served" if is_served else "was served before the restart"
+        how = "is still served" if is_served else "was served before the restart"
         return f"{self._config.name}@{version} {how}"
 
     # ------------------------------------------------------------ the road of a job

@@ -313,7 +313,7 @@ def logs(
     run: Annotated[
         Path, typer.Option(help="A run.toml, its folder, or the folder of a run.")
     ] = _HERE,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines come.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue as lines come.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Of each file.")] = TAIL_LINES,
 ) -> None:
     """Print the last lines of the roles' logs."""
@@ -354,7 +354,7 @@ def _lines(files: list[Path], *, last: int, follow: bool) -> Iterator[str]:
 def _whole_lines(file: IO[str]) -> list[str]:
     """Read the lines since the last call; one that is still being written waits for the next."""
     began = file.tell()
-    if os.fstat(file.fileno()).st_size < began:  # it began anew
+    if os.fstat(file.fileno()).st_size < began:  # it began again
         began = file.seek(0)
     text = file.read()
     whole = text[: text.rfind("\n") + 1]

@@ -174,7 +174,7 @@ def _take_lock(run_dir: Path) -> int:
 
 
 def _start(run: RunFile, lock: int, *, publish: bool) -> int:
-    # `bound` is for an orchestrator whose nodes live on; these nodes begin anew.
+    # `bound` is for an orchestrator whose nodes live on; these nodes begin again.
     for name in (STATE, ROUTER, "bound"):
         (run.run_dir / name).unlink(missing_ok=True)
     config = run.run_dir / RUN_JSON
@@ -308,7 +308,7 @@ def status(run_dir: Path) -> dict[str, Any]:
     if not answer["up"] and state.get("phase") in ("starting", "up"):
         answer |= {
             "phase": "ended",
-            "text": "its background process was killed; `splice up FOLDER --resume` goes on",
+            "text": "its background process was killed; `splice up FOLDER --resume` continues",
         }
     if (loop := decisions.status(run_dir)) is not None:
         answer["loop"] = loop
@@ -475,7 +475,7 @@ def _publish(client: SpliceClient, wait: Callable[[str], None]) -> None:
 
 
 def _wait_served(client: SpliceClient, urls: list[str], wait: Callable[[str], None]) -> None:
-    """Wait until a replica answers with the run's version: after a restart they receive it anew.
+    """Wait until a replica answers with the run's version: after a restart they receive it again.
 
     One that does not come in time is not waited for any longer.
 
@@ -575,7 +575,7 @@ def _watch(
     told_to_end: threading.Event,
     look: Callable[[], None],
 ) -> None:
-    """Return when the run is to end. Without a router it goes on: replicas have URLs of their own.
+    """Return when the run is to end. It continues without a router: replicas have their own URLs.
 
     Raises:
         NodeLost: a role died and will not start again.
@@ -589,7 +589,7 @@ def _watch(
                 launcher.check()
         except NodeLost as error:
             has_router = False
-            log.error("the run goes on without its router: %s", error)
+            log.error("the run continues without its router: %s", error)
         try:
             cluster.launcher.check()
         except NodeLost:  # or it ended in order, and the orchestrator is about to

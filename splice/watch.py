@@ -1,6 +1,6 @@
 """`splice watch`: one frame with the state of a run, from its status and its journal.
 
-The journal is read through a connection of its own that cannot write.
+The journal is read through its own connection that cannot write.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A child process with a session of its own: starts, dies with its parent, stops within a deadline.
+"""A child process with its own session: starts, dies with its parent, stops within a deadline.
 
 The usual leak is a child that outlives its parent. The kernel therefore signals every child when
 its parent dies (Linux), and one signal reaches the child's whole process group.
@@ -27,7 +27,7 @@ KILL_GRACE_S = 10.0
 STOP_POLL_S = 0.05
 LOG_TAIL_BYTES = 2**18
 LOG_BYTES, LOGS_KEPT = 2**26, 3
-"""Size at which a log begins anew, and number of older parts: NAME.1 is the newest."""
+"""Size at which a new log begins, and number of older parts: NAME.1 is the newest."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,8 +99,8 @@ class ChildProcess:
         return f"Last lines of {self.log_file}:\n" + "\n".join(tail)
 
     def rotate_log(self) -> None:
-        """Begin the log anew if it is too large. What is written between copy and cut is lost; that
-        is some microseconds.
+        """Begin a new log if this one is too large. What is written between copy and cut is lost;
+        that is some microseconds.
 
         Raises:
             OSError: the disk is full.

@@ -27,7 +27,7 @@ class NodeProcess(ChildProcess):
 
     Attributes:
         restarts: how often the launcher starts it again after a crash.
-        is_supervisor: it starts its own children again, so an exit code of its own is final. Only a
+        is_supervisor: it starts its own children again, so its own exit code is final. Only a
             signal is a crash of it.
         group: nodes of one group do the same work, so one is enough; empty: it is in none.
         pauses: pauses before the starts after a lost link.

@@ -1,4 +1,4 @@
-"""A node's end of the control socket, on a thread of its own.
+"""A node's end of the control socket, on its own thread.
 
 The thread answers heartbeats while the GPUs are busy. It hands requests to the main thread one at a
 time. It handles urgent messages (`AbortSend`, `AbortUpdate`) at once through callbacks, because the
@@ -85,7 +85,7 @@ class NodeLink:
         urgent: kind -> callback on the link's thread, which must not block. "Hello": the
             orchestrator does not know this peer; also called for a new orchestrator's `Welcome`.
         curve: CURVE keys. None: those of `peer_keys`.
-        endpoint_file: has the endpoint of a run that has ended and goes on elsewhere. Each new
+        endpoint_file: has the endpoint of a run that has ended and continues elsewhere. Each new
             connection reads it.
         lost_after_s: silence of the orchestrator after which `recv` raises `LinkLost`.
         meter: measures what heartbeats say on memory; the caller closes it.

@@ -144,7 +144,7 @@ class Members:
     def _details(self, replicas: Sequence[str]) -> dict[str, InferenceDetail]:
         details = {r: self.router.peers[r].detail for r in replicas}
         if anew := sorted(r for r, detail in details.items() if not detail):
-            raise NodeLost(f"{', '.join(anew)} has started anew and is not ready yet")
+            raise NodeLost(f"{', '.join(anew)} has started again and is not ready yet")
         return {r: InferenceDetail.model_validate(d) for r, d in details.items()}
 
     def _check_nccl(self, replicas: Sequence[str]) -> None:

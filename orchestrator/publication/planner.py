@@ -66,7 +66,7 @@ class Planner:
         return self._sent
 
     def forget(self) -> None:
-        """Plan anew with the next publication."""
+        """Plan again with the next publication."""
         self.planned, self._manifest, self._sent = {}, None, None
 
     async def _get_manifest(self) -> Manifest:
@@ -87,7 +87,7 @@ class Planner:
 
         Returns: the manifest of what is sent.
 
-        The part that training changes has a layout of its own, provided that all replicas complete
+        The part that training changes has its own layout, provided that all replicas complete
         it to the same whole layers.
         """
         why, is_shared, fp8 = "", False, None

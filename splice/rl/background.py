@@ -1,4 +1,4 @@
-"""Work beside the loop, on a thread of its own, that can neither hold up nor end the loop.
+"""Work beside the loop, on its own thread, that can neither hold up nor end the loop.
 
 A disk that is full, a service that is away or an API that hangs costs what was to be written there.
 What was lost is counted, logged and part of `splice status`.
@@ -78,4 +78,4 @@ class Background:
             is_due = time.monotonic() - self._said_s >= SAY_EVERY_S
             self._said_s = time.monotonic() if is_due else self._said_s
         if is_due:
-            log.warning("%s; the loop goes on without them", self.problem)
+            log.warning("%s; the loop continues without them", self.problem)

@@ -61,7 +61,7 @@ class Meter:
             self._open[state] -= 1
 
     def take(self) -> dict[str, float]:
-        """Return the seconds since the last call, and begin anew."""
+        """Return the seconds since the last call, and begin again."""
         self._pass_time()
         taken, self._seconds = self._seconds, {}
         return {name: round(seconds, 6) for name, seconds in taken.items()}

@@ -117,7 +117,7 @@ class Checker:
         self._made.add(line["version"])
         run, self._run = self._run, line.get("run", self._run)
         if run and run != self._run:
-            self._wrong(f"the loop goes on in another run ({self._run}, before {run})")
+            self._wrong(f"the loop continues in another run ({self._run}, before {run})")
         self._was_open = self._sent is not None
         if count := line.get("prompts"):
             self._order = decisions.Order(count, seed=self._config.get("shuffle_seed"))

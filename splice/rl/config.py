@@ -88,7 +88,7 @@ class LoopConfig(_Settings):
     groups_per_step: int = Field(default=8, ge=1)
     """Prompts in each step's batch."""
     steps: int | None = Field(default=None, ge=1)
-    """Steps after which the loop ends, counted over all starts. None: it goes on."""
+    """Steps after which the loop ends, counted over all starts. None: it continues."""
     sampling: SamplingConfig = SamplingConfig()
     """How answers are sampled."""
     router_replay: bool = False
@@ -96,7 +96,7 @@ class LoopConfig(_Settings):
     0.28 or newer on a GPU, with `--enable-return-routed-experts` and `--enable-scale-out` in
     `inference.extra_args`."""
     shuffle_seed: int | None = None
-    """Shuffles the prompts anew for each pass. None: in their order."""
+    """Shuffles the prompts again for each pass. None: in their order."""
     mini_batch_sequences: int | None = Field(default=None, ge=1)
     """Sequences of one optimizer step. None: the whole batch."""
     epochs: int = Field(default=1, ge=1)

@@ -13,7 +13,7 @@
     reopened step, why                         its optimizer steps are lost, and made again
     trained  step, version, seconds, metrics   `version` is served
     note     step, metrics                     yours, from `Loop.note`
-    segment  number, past                      the file began anew, with what was done so far
+    segment  number, past                      the file began again, with what was done so far
 
 After a step, a file of `SEGMENT_BYTES` becomes a compressed segment beside it. A start reads the
 present file alone.
@@ -46,7 +46,7 @@ from splice.batches import Batch
 
 LOG, BATCH, STATUS = "decisions.jsonl", "batch.msgpack", "status.json"
 SEGMENT_BYTES = 2**26
-"""Size from which the log begins anew: some hours of a large run."""
+"""Size from which the log begins again: some hours of a large run."""
 RUN_LOCK = "loop.lock"
 ASIDE = "aside"
 """Folder of batches that ended the trainer, within the loop's."""
@@ -108,7 +108,7 @@ class RunLock(_Locked):
             path,
             refusal=lambda: (
                 f"another loop trains the run in {run_dir} ({path.read_text().strip()}); two would "
-                "train the same weights. End it, or start this loop on a run of its own"
+                "train the same weights. End it, or start this loop on its own run"
             ),
         )
         self._file.truncate(0)
@@ -363,7 +363,7 @@ def status(run_dir: Path) -> dict[str, Any] | None:
 
 
 class Order:
-    """Which prompt a group has: all of them in each pass, in their order or shuffled anew."""
+    """Which prompt a group has: all of them in each pass, in their order or shuffled again."""
 
     def __init__(self, count: int, *, seed: int | None) -> None:
         self._count, self._seed = count, seed

@@ -9,9 +9,9 @@ are admitted once step k - 1 - max_staleness is served, so none of their tokens 
 `max_staleness` versions when step k trains on them. What was admitted is therefore always used.
 No prompt loses its place because its answers are slow.
 
-While the loop's body runs, no job of the loop runs, but sampling goes on. Each decision is a line
+While the loop's body runs, no job of the loop runs, but sampling continues. Each decision is a line
 in `decisions.jsonl` (`splice.rl.decisions`), from which `splice.rl.checker` proves all of this. A
-loop that is started again in the same folder goes on at the next batch. A batch is durable, with
+loop that is started again in the same folder continues at the next batch. A batch is durable, with
 the id of its job, before it is sent, and the orchestrator runs no job id twice.
 
     rollouts.py   which samples are asked for, and what becomes of each
@@ -109,7 +109,7 @@ class Loop:
 
     @classmethod
     def of_run(cls, run_dir: str | Path, **kwargs: Any) -> Loop:
-        """A loop in the folder of a run on this host, with a client of its own."""
+        """A loop in the folder of a run on this host, with its own client."""
         folder = run_folder(Path(run_dir))
         loop = cls(SpliceClient.of_run(folder), folder / decisions.LOOP_DIR, **kwargs)
         loop._owns_client = True
@@ -185,7 +185,7 @@ class Loop:
         )
 
     def _begin(self, status: Status) -> None:
-        """Refuse what does not go on with the folder's loop, and log the start."""
+        """Refuse what does not continue with the folder's loop, and log the start."""
         found, version, run = self._past, status.version, self.client.run_id
         if version is None and not found.published:
             version = found.made.newest  # and the next one is published first
@@ -197,12 +197,12 @@ class Loop:
         if found.made.versions and version < found.made.newest:
             raise ConfigError(
                 f"the loop in {self.folder} has made version {found.made.newest}, but the run "
-                f"serves {version}; give the loop of another run a folder of its own"
+                f"serves {version}; give the loop of another run its own folder"
             )
         if found.run and found.run != run:
             raise ConfigError(
                 f"the loop in {self.folder} belongs to another run ({found.run}, this is {run}); "
-                "give this loop a folder of its own"
+                "give this loop its own folder"
             )
         lr = self._optim.lr if isinstance(self._optim, OptimParams) else None  # a schedule
         warn_of_changes(found, self.config, self._loss, prompts=len(self._prompts), lr=lr)
@@ -221,12 +221,12 @@ class Loop:
         has_own_batch = self._make_batch is not grpo_batch
         self._said = Said(self.folder, self.config, None if has_own_batch else self._loss)
         if found.done or found.open:
-            log.info("the loop goes on after step %d", found.done)
+            log.info("the loop continues after step %d", found.done)
         steps = self.config.steps
         if steps is not None and found.done >= steps and found.open is None:
             log.warning(
                 "nothing is left to do: the loop in %s has made %d steps, and steps = %d counts "
-                "over all its starts; another experiment needs a run of its own",
+                "over all its starts; another experiment needs its own run",
                 *(self.folder, found.done, steps),
             )
         else:
@@ -289,7 +289,7 @@ class Loop:
     def _left(number: int) -> ConfigError:
         return ConfigError(
             f"step {number} has failed in this loop; leave its `async with` and enter a new Loop, "
-            "which goes on at the same step"
+            "which continues at the same step"
         )
 
     def _trained(

@@ -1,6 +1,6 @@
 """Processes for rewards that are plain functions (`LoopConfig.reward_processes`).
 
-A reward runs on the main thread of a process of its own, so it may use signals (`math_verify` does)
+A reward runs on the main thread of its own process, so it may use signals (`math_verify` does)
 and hold Python's lock. At its deadline the process is killed, with all that it has started, and
 another one takes its place.
 
@@ -166,7 +166,7 @@ class _Worker:
 
     @property
     def lives(self) -> bool:
-        """Whether it runs and has been told to go on."""
+        """Whether it runs and has been told to continue."""
         return not self._is_ended and self._process.is_alive()
 
     def wait_ready(self) -> None:

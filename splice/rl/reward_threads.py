@@ -22,11 +22,11 @@ class NoThread(SpliceError, RuntimeError):
     """Every thread is held by a reward that nobody waits for any more."""
 
     code = ErrorCode.BAD_INPUT
-    remedy = "Let the reward end by itself, with a timeout of its own, then start the loop again."
+    remedy = "Let the reward end by itself, with its own timeout, then start the loop again."
 
 
 class RewardThreads:
-    """At most `most` calls at once, each on a daemon thread of its own.
+    """At most `most` calls at once, each on its own daemon thread.
 
     Args:
         patience_s: how long `turn` waits while no place can be expected.

@@ -1,8 +1,8 @@
 """Where a loop's numbers go: TensorBoard, W&B, MLflow, trackio.
 
 `LoopConfig.sinks` chooses. Each tool's own environment variables configure it: WANDB_PROJECT,
-WANDB_MODE, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, TRACKIO_PROJECT, TRACKIO_DIR. A loop that
-goes on continues its run there.
+WANDB_MODE, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, TRACKIO_PROJECT, TRACKIO_DIR. A loop
+that is started again continues its run there.
 
     train/*     metrics of the trainer               rollout/*  metrics of the rollouts
     seconds/*   what `Step.seconds` has              balance/*  shares of the step's time
@@ -182,7 +182,7 @@ def check(names: Sequence[SinkName]) -> None:
 
 
 class SinkThread:
-    """One sink, opened at its first write, on a thread of its own. A failure loses that write.
+    """One sink, opened at its first write, on its own thread. A failure loses that write.
 
     A sink that could not be opened is opened again at the next write.
     """

@@ -8,7 +8,7 @@
 A turn keeps the sampler's tokens, log-probs and version spans. An environment names turns, never
 tokens, so it cannot train on a token without them. A turn whose prompt begins with all tokens of an
 earlier sequence extends that sequence. The earlier answers then train once, in one forward pass.
-Any other turn begins a sequence of its own, for example where the chat template encodes the
+Any other turn begins its own sequence, for example where the chat template encodes the
 conversation so far in another way.
 """
 

@@ -266,7 +266,7 @@ class Sampling:
             yield version
 
     async def _inflight(self, asked: types.SampleRequest) -> Samples:
-        """Each sequence a stream of its own, with the version of every token."""
+        """Each sequence its own stream, with the version of every token."""
         row = {"prompt": prompt_of(asked)}
         more = await self._fields(asked)
         limits = SamplingConfig(

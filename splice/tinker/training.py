@@ -78,7 +78,7 @@ class Training:
         """At the first start: keep the run's state for later models, and serve it.
 
         Another client may have left gradients, or steps that are not served, so the state is
-        published anew.
+        published again.
         """
         if self._books.fact("initial") is not None:
             self._check_served()

@@ -55,7 +55,7 @@ def in_tinkers_words(error: JobFailed) -> str:
     """Return why a job failed, without splice's advice where the SDK has no such call."""
     if error.code is ErrorCode.WORK_LOST:
         return (
-            f"{error.message}. Training goes on from the last state that was saved or published: "
+            f"{error.message}. Training continues from the last state that was saved or published: "
             "load it (load_state), or make the lost steps again"
         )
     if error.code is ErrorCode.NOT_READY and "no gradients" in error.message:

@@ -26,7 +26,7 @@ class _Faults:
 
 
 class Link:
-    """From a port of its own to `target`; port 0 of the target: refused until it is set."""
+    """From its own port to `target`; port 0 of the target: refused until it is set."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, target: int) -> None:
         self._loop, self.target, self._faults = loop, target, _Faults()

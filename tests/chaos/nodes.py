@@ -548,7 +548,7 @@ class Replica(Node):
         self.say_what_is_served()
 
     def restart(self) -> None:
-        """The server behind this node was started anew."""
+        """The server behind this node was started again."""
         self.live, self.served, self.poisoned, self.received, self.shadow, self.unconfirmed = (
             [0] * TENSORS,
             None,

@@ -212,7 +212,7 @@ class Run:
         node.start()
 
     def _mount(self) -> None:
-        """A disk of its own, small enough to be filled, where that is allowed."""
+        """Its own disk, small enough to be filled, where that is allowed."""
         self.run_dir.mkdir()
         self.is_mounted = False
         if self.settings.small_disk and os.geteuid() == 0:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 
 HELD_S = 3.0
-"""At most; then the process goes on by itself."""
+"""At most; then the process continues by itself."""
 
 
 class Traps:

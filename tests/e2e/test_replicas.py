@@ -1,4 +1,4 @@
-"""Two real vLLM servers behind one alias: one is killed, the other goes on, and the killed one
+"""Two real vLLM servers behind one alias: one is killed, the other continues, and the killed one
 comes back with the same weights.
 """
 

@@ -67,7 +67,7 @@ def test_init_up_a_step_status_and_stop(models, tmp_path):
     run_dir = folder / "run"
     splice("up", folder, "--resume")
     with SpliceClient.of_run(run_dir) as client:
-        assert client.status().version == 1, "the resumed run goes on where it was"
+        assert client.status().version == 1, "the resumed run continues where it was"
         client.stop_run()  # as a user's loop does at its end
     deadline_s = time.monotonic() + 60
     while processes_of(folder):
@@ -224,7 +224,7 @@ def test_what_cannot_start_says_why_and_leaves_nothing(models, tmp_path):
 
 
 def test_a_run_starts_without_a_replica_that_gives_up(models, tmp_path):
-    """And goes on without it, which `splice status` says."""
+    """And continues without it, which `splice status` says."""
     folder, python = tmp_path / "mine", tmp_path / "python"
     python.write_text(
         f'#!/bin/sh\ncase "$*" in *inference-1*) exit 3;; esac\nexec {INFERENCE_PYTHON} "$@"\n'

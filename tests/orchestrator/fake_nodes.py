@@ -307,7 +307,7 @@ class FakeReplica(FakeNode):
         """That were asked for."""
         self.bases: list[int | None] = []
         self.drains: list[float] = []
-        """How long requests for the old version may go on, in each pause."""
+        """How long requests for the old version may continue, in each pause."""
         self.why_not: str | None = None
         """Why nothing can be received beside the live numbers."""
         self.shadow: dict[int, int] = {}
@@ -318,7 +318,7 @@ class FakeReplica(FakeNode):
         """Log-probs that it answers a canary with; None: it was serving."""
 
     def restarted(self) -> None:
-        """Say that the server behind it was started anew."""
+        """Say that the server behind it was started again."""
         self.restarts += 1
         self.link.send(
             Ready(node_id=self.link.node_id, detail={**self.detail, "restarted": self.restarts})

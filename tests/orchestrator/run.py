@@ -21,7 +21,7 @@ JOB = TrainMergedJob(tensors=BATCH)
 
 
 class Run:
-    """An orchestrator on a thread of its own, with fake nodes."""
+    """An orchestrator on its own thread, with fake nodes."""
 
     def __init__(self, tmp_path, *, replicas=1, **publication):
         self.dir = tmp_path / "run"

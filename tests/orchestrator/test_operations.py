@@ -453,7 +453,7 @@ def test_versions_that_are_not_kept_go_but_never_the_one_served(tmp_path):
         run.orchestrator._publisher._planner.planned = {}
         replica.script["PrepareUpdate"] = replica.refuse
         with pytest.raises(JobFailed):
-            run.client.run(JOB, buffers=BUFFERS)  # version 3 is durable, 2 goes on being served
+            run.client.run(JOB, buffers=BUFFERS)  # version 3 is durable, 2 is still served
         run.client.publish()
         saves = [m for m in trainer.messages if hasattr(m, "delete_after")]
         gone = [[d.rpartition("/")[2] for d in m.delete_after] for m in saves]

@@ -77,7 +77,7 @@ def test_a_refused_plan_leaves_n_serving_and_is_not_retried(run):
     # as after a change of processes: the manifest is checked anew
     run.orchestrator._publisher._planner.planned = {}
     replica.script["PrepareUpdate"] = replica.refuse
-    with pytest.raises(JobFailed, match="m@0 goes on being served") as failure:
+    with pytest.raises(JobFailed, match="m@0 is still served") as failure:
         run.client.run(JOB, buffers=BUFFERS)
     assert failure.value.code == "plan_refused"
     assert failure.value.steps_taken == 1, "the trainer has made the step, and it is durable"
@@ -329,7 +329,7 @@ def test_a_replica_that_cannot_join_leaves_nobody_waiting(run):
         trainer.aborted.wait(30)
         trainer.refuse(message, code=ErrorCode.TRANSFER_ABORTED)
 
-    # as after a change of processes: the groups are opened anew
+    # as after a change of processes: the groups are opened again
     run.orchestrator._publisher._members.joined = {}
     trainer.script["OpenTransferGroup"] = listen
     replica.script["JoinTransferGroup"] = lambda m: replica.refuse(m, code=ErrorCode.NOT_READY)

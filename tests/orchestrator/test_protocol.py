@@ -380,7 +380,7 @@ def test_keys_are_for_one_node_each(tmp_path, monkeypatch):
 
 
 def joined(router, **who):
-    """A link that has said Hello, on a thread of its own."""
+    """A link that has said Hello, on its own thread."""
     return asyncio.to_thread(
         NodeLink(endpoint=router.endpoint, hello=hello(**who)).start, timeout_s=5.0
     )

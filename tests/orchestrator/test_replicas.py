@@ -91,7 +91,7 @@ def test_one_that_dies_before_its_commit_is_left_out(run):
     result = run.client.run(JOB, buffers=BUFFERS)
     assert result.attempts == 1 and set(result.left_out) == {"inference-1"}
     assert run.a.served == [V0, V1]
-    assert result.seconds["pause"] < LOST_AFTER_S, "what is healthy goes on at once"
+    assert result.seconds["pause"] < LOST_AFTER_S, "what is healthy continues at once"
 
 
 def test_one_whose_vllm_is_starting_again_is_not_waited_for(run):

@@ -266,7 +266,7 @@ def test_an_idle_template_that_ends_is_replaced(tmp_path):
 
 
 def test_the_launcher_outlives_its_link(tmp_path, monkeypatch):
-    """A connection that is dead is replaced by a new one, and the trainer goes on meanwhile."""
+    """A connection that is dead is replaced by a new one, and the trainer continues meanwhile."""
     starts, lost, real = tmp_path / "starts", threading.Event(), NodeLink.recv
 
     def recv(link, *, timeout_s):

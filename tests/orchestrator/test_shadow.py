@@ -183,7 +183,7 @@ def test_a_transfer_that_breaks_leaves_the_version_served_for_good(run):
     _, nodes = start(run, replicas=2)
     for node in nodes:
         breaking(node)
-    with pytest.raises(JobFailed, match="m@0 goes on being served"):
+    with pytest.raises(JobFailed, match="m@0 is still served"):
         train(run)
     assert run.client.status().publication == "idle" and run.client.status().version == 0
     assert all(n.log.count("SwapWeights") == 0 and n.served == [(0, [10, 20, 30])] for n in nodes)

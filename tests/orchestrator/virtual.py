@@ -416,7 +416,7 @@ class World:
         self._in_background(self._deliver(node, message))
 
     def _in_background(self, what: Any) -> asyncio.Task[Any]:
-        """A node goes on whether or not the orchestrator still waits for it."""
+        """A node continues whether or not the orchestrator still waits for it."""
         task = asyncio.ensure_future(what)
         self.background.add(task)
         task.add_done_callback(self._ended)

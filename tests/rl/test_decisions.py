@@ -171,7 +171,7 @@ def test_a_loop_may_stop_at_a_batch_that_ends_the_trainer(tmp_path):
 
 
 def test_a_loop_ends_when_several_batches_in_a_row_were_set_aside(tmp_path):
-    """Those with a step between them are not in a row. The next start goes on behind them."""
+    """Those with a step between them are not in a row. The next start continues behind them."""
     run = StandIn()
     run.fail_next = [killed(), killed(), None, killed()]
     with pytest.raises(JobFailed, match="trainer_killed"):

@@ -1,4 +1,4 @@
-"""OpenEnv, in an environment of its own: episodes on its server train through the loop."""
+"""OpenEnv, in its own environment: episodes on its server train through the loop."""
 
 from __future__ import annotations
 

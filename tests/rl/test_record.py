@@ -106,7 +106,7 @@ def test_a_full_disk_costs_samples_and_is_said(tmp_path, caplog):
     folder.mkdir()
     samples.path_of(folder, 2).symlink_to("/dev/full")
     with caplog.at_level(logging.WARNING):
-        assert len(loop_steps(tmp_path, steps=4)) == 4, "training goes on"
+        assert len(loop_steps(tmp_path, steps=4)) == 4, "training continues"
     assert "samples: 1 writes lost" in caplog.text and "No space left" in caplog.text
     said = json.loads((tmp_path / decisions.STATUS).read_text())["text"]
     assert "samples: 6 writes lost" in said and "No space left on device" in said
@@ -245,7 +245,7 @@ def test_a_sink_that_cannot_write_ends_nothing(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert len(loop_steps(tmp_path, steps=4, on_step=mend)) == 4
     assert mended and "tensorboard: 1 writes lost" in caplog.text
-    assert "the loop goes on without them" in caplog.text
+    assert "the loop continues without them" in caplog.text
     said = json.loads((tmp_path / decisions.STATUS).read_text())["text"]
     assert "tensorboard: 2 writes lost, the last one because of FileExistsError" in said
     assert set(events_in(tmp_path / "tensorboard")["train/loss"]) == {3, 4}, "it comes back"

@@ -65,7 +65,7 @@ def before() -> set[psutil.Process]:
 
 
 def busy(row, completion) -> float:
-    """Never returns for one row, holds Python's lock, and has a child of its own."""
+    """Never returns for one row, holds Python's lock, and has its own child."""
     if row["name"] == 0:
         subprocess.Popen(["sleep", "1000"])
         while True:

@@ -1,4 +1,4 @@
-"""verifiers, in an environment of its own: its episodes train through the loop."""
+"""verifiers, in its own environment: its episodes train through the loop."""
 
 from __future__ import annotations
 

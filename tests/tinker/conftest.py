@@ -1,4 +1,4 @@
-"""The SDK in an environment of its own, and the server as a process in front of a real run."""
+"""The SDK in its own environment, and the server as a process in front of a real run."""
 
 from __future__ import annotations
 

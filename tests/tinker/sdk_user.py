@@ -218,7 +218,7 @@ def custom(service: tinker.ServiceClient) -> dict:
 
 
 def inflight(service: tinker.ServiceClient) -> dict:
-    """One sampler goes on over publications; a snapshot is refused once it is old."""
+    """One sampler continues over publications; a snapshot is refused once it is old."""
     client = trainer_of(service)
     params = types.SamplingParams(max_tokens=4, temperature=1.0)
     prompt = types.ModelInput.from_ints(PROMPT)
@@ -247,7 +247,7 @@ def inflight(service: tinker.ServiceClient) -> dict:
 
 
 def again(service: tinker.ServiceClient) -> dict:
-    """Two snapshots and the base model take turns, while the trainer goes on where it was."""
+    """Two snapshots and the base model take turns, while the trainer continues where it was."""
     client = trainer_of(service)
     prompt = types.ModelInput.from_ints(PROMPT + ANSWER)
     greedy = types.SamplingParams(max_tokens=4, temperature=0.0)

@@ -51,7 +51,7 @@ class Caller:
         return answer.json()["detail"]
 
     async def new_session(self) -> str:
-        """A session of its own for the calls that follow."""
+        """Its own session for the calls that follow."""
         body = {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"}
         self.session = (await self.post("create_session", body))["session_id"]
         return self.session

@@ -111,7 +111,7 @@ def test_inflight_and_old_snapshots(server, sdk_python):
 
 
 def test_old_snapshots_are_served_again(server, sdk_python):
-    """To the log-probs that they had; the trainer goes on to the bit."""
+    """To the log-probs that they had; the trainer continues to the bit."""
     server.stop()
     server.start("--old-snapshots", "2")
     try:

@@ -89,7 +89,7 @@ def test_a_repeated_request_is_the_first_one(run):
 
 
 def test_a_refused_request_takes_its_number(run):
-    """The SDK goes on with the next number."""
+    """The SDK continues with the next number."""
 
     async def go():
         async with serving(run.dir) as caller:
@@ -694,7 +694,7 @@ JSON = st.recursive(
 
 
 def test_whatever_is_sent_gets_an_answer(run):
-    """Random JSON, random bytes, and messages with bytes changed: no 5xx, and the run goes on."""
+    """Random JSON, random bytes, and messages with bytes changed: no 5xx, and the run continues."""
     valid = sft(model_id="m", seq_id=1)
 
     async def go():

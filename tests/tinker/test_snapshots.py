@@ -262,7 +262,7 @@ def test_weights_are_the_snapshots_and_the_trainer_keeps_its_own(run):
             async with service.sampling._turn(0):  # the run's first state
                 assert run.replica.live == [w - 2 for w in trained]
             await stepped(caller, 7)
-            assert trainer.weights == [w + 1 for w in trained], "it goes on where it was"
+            assert trainer.weights == [w + 1 for w in trained], "it continues where it was"
             assert await published(caller, 9) == second + 4
             with pytest.raises(Refused, match="the newest 2 snapshots are kept"):
                 async with service.sampling._turn(first):

@@ -458,7 +458,7 @@ def _without_copies(
         # Without Megatron's padding.
         if own is None or not torch.equal(weight.to(own.dtype), own[: expected[module, "B"][0]]):
             raise AdapterError(
-                f"{path} has a base weight of its own for {module}, and it is not the model's; "
+                f"{path} has its own base weight for {module}, and it is not the model's; "
                 "remove it from the file, or train from the model that it belongs to"
             )
     return kept

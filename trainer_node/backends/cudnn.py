@@ -23,7 +23,7 @@ def load() -> None:
     TransformerEngine is imported.
 
     TransformerEngine looks in CUDNN_HOME first, and links to cuDNN's parts by name. Where the host
-    has a CUDA toolkit and a cuDNN of its own, it so gets the front of one cuDNN and the parts of
+    has a CUDA toolkit and its own cuDNN, it so gets the front of one cuDNN and the parts of
     the other, and the older one's version. A part that is loaded already is taken instead.
 
     Raises:

@@ -250,7 +250,7 @@ class FusedFp8:
             self._measure(chunk, nowhere_B)
 
     def forget(self) -> None:
-        """Find them anew, because the weights may have changed."""
+        """Find them again, because the weights may have changed."""
         for chunk in self._chunks.values():
             chunk.measured = None
 

@@ -49,7 +49,7 @@ MERGE = "splice_merge.json"
 def plan_files(manifest: Manifest, *, shard_bytes: int) -> dict[str, tuple[str, ...]]:
     """Map file names to their tensors, in the manifest's order.
 
-    A tensor larger than `shard_bytes` gets a file of its own.
+    A tensor larger than `shard_bytes` gets its own file.
     """
     files: list[list[str]] = [[]]
     used = 0

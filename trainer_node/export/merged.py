@@ -100,7 +100,7 @@ class Exporter:
         return self._manifest
 
     def forget(self) -> None:
-        """Plan anew, because the model has other adapters. Tensors that had one before stay among
+        """Plan again, because the model has other adapters. Tensors that had one before stay among
         those that change, so that a partial update takes the old one's delta away."""
         self._manifest = None
 

@@ -1,4 +1,4 @@
-"""Writes a checkpoint's moments while the trainer goes on.
+"""Writes a checkpoint's moments while the trainer continues.
 
     start      a thread copies the moments to host memory (pinned, where they are on a GPU) -> the
                trainer may step again -> the thread writes the copy -> the checkpoint is complete
@@ -32,7 +32,7 @@ from trainer_node.files.generations import CheckpointError
 
 log = logging.getLogger("splice.trainer")
 TIMEOUT_S = 3600.0
-"""Longest wait for a save, in seconds; the request that waits has a deadline of its own."""
+"""Longest wait for a save, in seconds; the request that waits has its own deadline."""
 SHARE_OF_HOST = 0.5
 """Most of the host's free memory that the copies of its ranks may take."""
 

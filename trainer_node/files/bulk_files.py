@@ -1,7 +1,7 @@
 """Writes large files from tensors on any device, with several threads.
 
     extents (bytes or tensors at their offsets) -> spans of at most 16 MiB -> a thread gathers a
-    span in its staging buffer (pinned, by a stream of its own, where tensors are on a GPU) -> one
+    span in its staging buffer (pinned, by its own stream, where tensors are on a GPU) -> one
     pwrite -> fdatasync, while another thread hashes the buffer
 
 The thread that wrote a span flushes it, so the disk is busy from the first span to the last. On a

@@ -10,7 +10,7 @@ The marker, `COMPLETE`, holds every file's size and hash. Our unfinished folders
 instead, while they are written or removed. A folder with neither belongs to someone else and is
 never deleted.
 
-A part that is written later is a generation of its own within the folder. The marker names it under
+A part that is written later is its own generation within the folder. The marker names it under
 `apart`, and covers none of its files.
 
 At most one of these steps is under way at a crash, so of the three folders at least one is whole,

@@ -7,7 +7,7 @@ The ranks are children of one process, `trainer_node.launcher.ranks`. The launch
 its stdin and stdout. By default that process is a template: it has imported everything, so a
 restart is quick. It outlives the ranks, also in memory mode `exit`.
 
-The launcher has a control socket of its own, so it can confirm that all ranks have ended (memory
+The launcher has its own control socket, so it can confirm that all ranks have ended (memory
 mode `exit`). Its command may have a prefix, such as `docker run --rm --init -i --network host --ipc
 host --gpus all -e SPLICE_RUN_TOKEN image`. Without docker's `-i` the ranks end at once.
 """
@@ -407,7 +407,7 @@ class TrainerHost:
         try:
             envelope = self._link.recv(timeout_s=POLL_S)
         except LinkLost as error:
-            log.warning("%s; the launcher goes on and looks for it for %.0f s", error, ORPHAN_S)
+            log.warning("%s; the launcher continues and looks for it for %.0f s", error, ORPHAN_S)
             self._lost_s = time.monotonic()
             return None
         return None if envelope is None else envelope.message
@@ -530,7 +530,7 @@ def run(launch: TrainerLaunch, *, run_token: str) -> int:
         ConfigError: the configuration or the model's folder is wrong. Checked first.
     """
     config = read_json(launch.config, TrainerConfig)
-    if not launch.prefix:  # a container has folders of its own
+    if not launch.prefix:  # its own container has folders
         check_model_folder(config.model)
     host = TrainerHost(launch, config=config, run_token=run_token)
     for number in (signal.SIGTERM, signal.SIGINT):

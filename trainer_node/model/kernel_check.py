@@ -52,7 +52,7 @@ class Kind:
     @staticmethod
     def of(attention: Attention) -> Kind:
         """Of one layer."""
-        config = attention.core_attention.config  # a kind of its own may differ from the model's
+        config = attention.core_attention.config  # its own kind may differ from the model's
         heads = attention.num_attention_heads_per_partition
         is_latent = config.multi_latent_attention
         width = attention.q_head_dim if is_latent else attention.hidden_size_per_attention_head

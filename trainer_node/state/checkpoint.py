@@ -18,7 +18,7 @@ every instant one whole generation exists, and `load` finds it. `load` refuses a
 marker, or with a missing, additional or changed file. `save` and `load` are collectives. A failure
 on one rank fails all ranks.
 
-`save` can leave the moments to a thread (`behind`). `state/` is then a generation of its own within
+`save` can leave the moments to a thread (`behind`). `state/` is then its own generation within
 the checkpoint, with the checkpoint's id and step in its marker. `load` refuses moments of another
 save, and a checkpoint without them. `remake` can load that one.
 """

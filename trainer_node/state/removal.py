@@ -1,4 +1,4 @@
-"""Deletes old checkpoints while the trainer goes on.
+"""Deletes old checkpoints while the trainer continues.
 
 Gigabytes take seconds to delete, above all beside a save that still writes. A new version does not
 wait for that. There is one removal at a time, and the next one waits for it, so the disk never

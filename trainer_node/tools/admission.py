@@ -66,7 +66,7 @@ def require(model: Path) -> None:
     """Check a model's folder, unless a report on it is there.
 
     Raises:
-        ConfigError: the model failed, or could not be checked; says what and how to go on.
+        ConfigError: the model failed, or could not be checked; says what and how to continue.
     """
     kept = _kept(model)
     if kept.is_file() and kept.stat().st_size:
@@ -115,7 +115,7 @@ def _kept(model: Path) -> Path:
 def _run(model: Path, out: Path) -> subprocess.CompletedProcess[str]:
     argv = python_command(sys.executable, "-m", "trainer_node.tools.check_model")
     argv += ["--model", str(model), "--out", str(out)]
-    # A process of its own, not a rank of this one's group.
+    # Its own process, not a rank of this one's group.
     env = {k: v for k, v in os.environ.items() if not k.startswith(RANKS)}
     env = python_environment({**env, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"})
     try:

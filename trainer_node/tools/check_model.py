@@ -212,7 +212,7 @@ def write_small(folder: Path, out: Path) -> Path:
 
 
 def _refuse_another_class(folder: Path, built: str) -> None:
-    """The start builds what `architectures` names. A language part has a class of its own."""
+    """The start builds what `architectures` names. A language part has its own class."""
     raw = json.loads((folder / "config.json").read_text())
     named = (raw.get("architectures") or ["nothing"])[0]
     has_parts = any(key.endswith("_config") for key in raw if key != "quantization_config")

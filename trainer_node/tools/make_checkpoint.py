@@ -425,8 +425,7 @@ def chosen_shape(*, name: str, arch: Arch | None, tied: bool, fp8: bool = False)
         raise ConfigError(f"--shape {name} is a {shape.arch}, not a {arch}; leave --arch out")
     if tied:
         raise ConfigError(
-            f"--shape {name} has an lm_head of its own; --tie-word-embeddings goes with --shape "
-            "tiny"
+            f"--shape {name} has its own lm_head; --tie-word-embeddings goes with --shape tiny"
         )
     return shape
 

@@ -1,7 +1,7 @@
 """Begins the next job's batch while the present job's checkpoint is written.
 
     NextBatch (the link of rank 0) -> while_writing: pack after pack, beside the threads that write
-    -> take: the job with the same batch and loss goes on behind these packs
+    -> take: the job with the same batch and loss continues behind these packs
 
 The weights stay as they are between the two, and a step adds up its packs in order. It is therefore
 the same step. A pack begins if at least half of it fits into the rest of the write, because the
@@ -104,7 +104,7 @@ class Ahead:
         return int(objects.broadcast(order, group=self._trainer.model.control_group))
 
     def _order(self, link: NodeLink, left_s: LeftS) -> int:
-        """What all ranks do now; waits while there is nothing to do and the write goes on."""
+        """What all ranks do now; waits while there is nothing to do and the write continues."""
         while (left := left_s()) != 0:
             begun, told = self._trainer.begun, link.next_batch
             if begun is not None and begun.is_whole:

@@ -83,7 +83,7 @@ def choose(model: MemoryModel, *, room_bytes: int) -> int:
 
 
 def longest(model: MemoryModel, *, room_bytes: float) -> int:
-    """Tokens of the longest sequence that fits, in a pack of its own."""
+    """Tokens of the longest sequence that fits, in its own pack."""
     return max(0, math.floor((room_bytes - model.fixed_bytes) / model.bytes_per_token))
 
 

@@ -13,7 +13,8 @@ import torch
 from trainer_node.adapters.lora import Mode
 from trainer_node.model.model import Model
 from trainer_node.training import passes, served_weights
-from trainer_node.training.batch import Batch, Packs, check_fits
+from trainer_node.training.batch import Batch, check_fits
+from trainer_node.training.packing import Packs
 
 DEFAULT_TOKENS = 4096
 """Tokens of a pack on a CPU: a larger pack exceeds its caches."""

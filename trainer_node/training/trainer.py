@@ -39,16 +39,11 @@ from trainer_node.model.offload import (
 from trainer_node.model.whole_adapters import read_on_all_ranks
 from trainer_node.ranks import heap
 from trainer_node.training import gap, passes, served_weights
-from trainer_node.training.batch import (
-    Batch,
-    Packs,
-    check_accumulation,
-    check_fits,
-    check_text,
-)
+from trainer_node.training.batch import Batch, check_accumulation, check_fits, check_text
 from trainer_node.training.gradients import finalize_gradients, global_norm
 from trainer_node.training.losses import bind_loss
 from trainer_node.training.optimizer import ShardedAdamW
+from trainer_node.training.packing import Packs
 from trainer_node.training.references import References
 from trainer_node.training.scorer import Scorer
 from trainer_node.training.sums import Pending, StepSums

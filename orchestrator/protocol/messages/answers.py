@@ -1,4 +1,4 @@
-"""How a request or job goes on and ends."""
+"""How a request or job continues and ends."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class SubmitJob(Message):
 
 
 class CancelJob(Message):
-    """Cancel a job that has not started. A running job goes on to its end."""
+    """Cancel a job that has not started. A running job continues to its end."""
 
     kind: Literal["CancelJob"] = "CancelJob"
     job_id: str = Field(min_length=1, max_length=128)

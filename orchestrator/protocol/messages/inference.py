@@ -50,8 +50,8 @@ class PrepareUpdate(Request):
 class ReceiveWeights(Request):
     """Pause, receive, finish, then digest the live tensors. Generation stays paused.
 
-    In mode "shadow", generation goes on: the replica receives beside the live tensors, digests what
-    came, and changes nothing, whatever fails. `SwapWeights` follows.
+    In mode "shadow", generation continues: the replica receives next to the live tensors, digests
+    what came, and changes nothing, whatever fails. `SwapWeights` follows.
 
     In place, `Progress(phase="paused")` and `Progress(phase="applying")` come once generation has
     paused, before the first receive. Until then a failure leaves @N serving. `Completed` carries
@@ -72,7 +72,7 @@ class ReceiveWeights(Request):
 
 
 class PrepareShadow(Request):
-    """Allocate memory for a `ReceiveWeights(mode="shadow")`. Generation goes on.
+    """Allocate memory for a `ReceiveWeights(mode="shadow")`. Generation continues.
 
     `Completed.result["why_not"]` is None, or why the replica must receive in place: the update does
     not fit, or the replica serves nothing.
@@ -129,14 +129,14 @@ class CommitUpdate(Request):
 class AbortUpdate(Message):
     """Abort the update in flight at once; its request answers with its own terminal message.
 
-    Before the first byte, @N goes on. Afterwards the replica is poisoned: it serves nothing until a
-    full resync. Not a request.
+    Before the first byte, @N continues. Afterwards the replica is poisoned: it serves nothing until
+    a full resync. Not a request.
     """
 
     kind: Literal["AbortUpdate"] = "AbortUpdate"
     reason: str
     request_id: str | None = None
-    """The `ReceiveWeights` or `SwapWeights` to abort; any other update goes on. If it has not
+    """The `ReceiveWeights` or `SwapWeights` to abort; any other update continues. If it has not
     arrived yet, it fails on arrival. None: the update in flight."""
 
 

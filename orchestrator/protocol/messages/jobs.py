@@ -106,7 +106,7 @@ class NextBatch(TrainStep):
     """What the next `TrainMergedJob` will bring. Nothing answers, and nothing depends on it.
 
     The orchestrator passes one on during each training job. The trainer may begin the batch's
-    passes while it writes the present job's checkpoint, and goes on with them in the job with the
+    passes while it writes the present job's checkpoint, and continues with them in the job with the
     same batch and loss. Any other job makes it forget them. `optim` is ignored.
     """
 

@@ -80,7 +80,7 @@ class Fp8Weights(Message):
 
 
 FP8_BLOCK = 128
-"""Rows and columns of a block that has a scale of its own."""
+"""Rows and columns of a block that has its own scale."""
 
 
 def fp8_places(manifest: Manifest, fp8: Fp8Weights | None) -> list[tuple[int, ...]]:

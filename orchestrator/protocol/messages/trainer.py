@@ -102,7 +102,7 @@ class AbortSend(Message):
     kind: Literal["AbortSend"] = "AbortSend"
     reason: str
     request_id: str | None = None
-    """The `OpenTransferGroup` or `SendWeights` to abort; any other goes on. None: the present
+    """The `OpenTransferGroup` or `SendWeights` to abort; any other continues. None: the present
     one."""
 
 

@@ -37,8 +37,8 @@ from trainer_node.model.whole_adapters import gather_stacks, read_on_all_ranks
 from trainer_node.ranks import topology
 from trainer_node.tools.reference import with_single_experts
 from trainer_node.training import served_weights
-from trainer_node.training.batch import MicroBatch
 from trainer_node.training.gradients import finalize_gradients
+from trainer_node.training.packing import MicroBatch
 from weight_transfer.layout import torch_dtype
 
 LORA = LoraConfig(rank=4, alpha=8)

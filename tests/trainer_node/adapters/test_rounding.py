@@ -209,7 +209,7 @@ def test_an_update_of_any_size_is_served_in_the_mean(size: float) -> None:
 
 def test_versions_differ_only_where_a_threshold_was_crossed() -> None:
     """Of two deltas that differ by 1 %, as many elements differ as the difference has units; with
-    thresholds drawn anew it would be twice the delta's own."""
+    thresholds drawn again it would be twice the delta's own."""
     torch.manual_seed(4)
     weight = (torch.randn(512, 1024) * 0.05).bfloat16()
     b, a = torch.randn(512, 8) * 1e-4, torch.randn(8, 1024) / 32

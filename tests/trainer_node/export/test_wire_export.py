@@ -222,7 +222,7 @@ def linear(
 def experts(
     count: int, half: int, columns: int, dtype: torch.dtype, *, rank: int
 ) -> list[MergeItem]:
-    """gate and up of each expert out of a fused weight of its own; adapters stacked."""
+    """gate and up of each expert out of its own fused weight; adapters stacked."""
     stacks = [(matrix(count, rank, columns), matrix(count, half, rank)) for _ in range(2)]
     items = []
     for e in range(count):

@@ -53,7 +53,7 @@ for model in sys.argv[1:]:
 
 
 def fetch(*models: str, cache: Path, **env: str) -> list[str]:
-    """What comes of each, in a process of its own, because huggingface_hub reads the environment
+    """What comes of each, in its own process, because huggingface_hub reads the environment
     when it is imported.
     """
     ran = subprocess.run(

@@ -39,8 +39,8 @@ from trainer_node.hf.checkpoint import read_config
 from trainer_node.model import build as product
 from trainer_node.model.model import Model
 from trainer_node.ranks import topology
-from trainer_node.training.batch import MicroBatch, micro_batches
 from trainer_node.training.gradients import finalize_gradients
+from trainer_node.training.packing import MicroBatch, micro_batches
 
 Tensors = dict[str, torch.Tensor]
 

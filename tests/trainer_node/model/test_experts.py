@@ -102,7 +102,7 @@ def check_kernels(device: str, dtype: torch.dtype, tolerance: float) -> None:
 
 
 def test_kernels_interpreted() -> None:
-    """In a process of its own: Triton decides at import whether it interprets."""
+    """In its own process: Triton decides at import whether it interprets."""
     # Sums over gate and up of products of three normal numbers.
     bound = chain_error_bound(torch.float32, roundings=2 * INNER, magnitude=10.0)
     code = f"import torch; from tests.trainer_node.model.test_experts import check_kernels; check_kernels('cpu', torch.float32, {bound})"  # noqa: E501

@@ -131,7 +131,7 @@ class Bench:
     def train(
         self, version: int, *, folder: Path | None = None, loss: dict[str, Any] | None = None
     ) -> list[str]:
-        """Each version has a batch of its own. Returns the warnings about saves."""
+        """Each version has its own batch. Returns the warnings about saves."""
         fields, buffers = training(arrays(version), **(loss or {}))
         folder = (folder or self.out) / str(version)
         result = self.ask(

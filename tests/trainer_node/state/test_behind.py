@@ -98,7 +98,7 @@ def test_nothing_is_written_while_weights_are_sent(
 
 
 def job(version: int, folder: Path) -> tuple[dict[str, Any], list[bytes]]:
-    """A step with a batch of its own, towards a version."""
+    """A step with its own batch, towards a version."""
     fields, buffers = training(arrays(version), name="cross_entropy")
     place = {"version": version, "checkpoint_dir": str(folder / str(version))}
     return {**fields, **place}, buffers

@@ -86,7 +86,7 @@ class Ahead(Bench):
 
 
 def times(count: int) -> Callable[[], float]:
-    """The write goes on for `count` packs."""
+    """The write continues for `count` packs."""
     left = iter([NEVER] * (count + 1))  # one for the beginning
     return lambda: next(left, 0.0)
 

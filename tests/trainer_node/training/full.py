@@ -127,7 +127,7 @@ def check_exports(trainer: Trainer, exporter: Exporter, out: Path) -> None:
 
 def check_bfloat16(model: Path, out: Path) -> None:
     """bf16 weights are the rounding of fp32 masters, which step as fp32 weights do; micro-batches
-    add up in fp32; a reload goes on to the bit. The node refuses what needs adapters before it
+    add up in fp32; a reload continues to the bit. The node refuses what needs adapters before it
     trains.
     """
     parallel, folder = ParallelConfig(), out / "bf16"

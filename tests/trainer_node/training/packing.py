@@ -209,7 +209,7 @@ def check_memory_modes(model: Path, batch: Batch, alone: dict) -> None:
             {"recompute": "full"},
             {"recompute": "selective"} if moe else {"compile": True},
         ):
-            # One pack where it compiles: each length is compiled anew.
+            # One pack where it compiles: each length is compiled again.
             budget = 4096 if "compile" in options else 25
             trainer = make_trainer(model, 1, 1, 1, micro_batch_tokens=budget, **options)
             random_adapters(trainer)

@@ -4,7 +4,7 @@ with.
     ... -m tests.trainer_node.training.parity OUT MODEL TENSOR PIPELINE EXPERT {lora,full} {rl,sft}
     [no-sequence] [bfloat16] [cuda] [FLAG ...]
 
-The batches of rl have a temperature of its own for each token, those of sft none.
+Each token of an rl batch has its own temperature, those of sft none.
 
 Rank 0 leaves OUT/cell.pt: log-probs and entropies of every token, the metrics of two optimizer
 steps, the first step's gradients, and after the second the trained tensors and the exported ones;

@@ -7,12 +7,8 @@ import pytest
 
 from orchestrator.protocol.messages import KlSpec, LossSpec, forward_specs
 from tests.trainer_node.data import LENGTHS, arrays, make_batch
-from trainer_node.training.batch import (
-    BatchError,
-    check_accumulation,
-    decode_forward,
-    micro_batches,
-)
+from trainer_node.training.batch import BatchError, check_accumulation, decode_forward
+from trainer_node.training.packing import micro_batches
 
 
 class TestBatch:

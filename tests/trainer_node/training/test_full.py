@@ -138,9 +138,9 @@ def check_against(one: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_topology_changes_nothing(name: str, chain) -> None:
-    """Training is the same at every topology, and goes on from a checkpoint of any other; gradients
-    within `bounds` of the largest, weights within `bounds.two_steps`. What is loaded are the bits
-    that were saved.
+    """Training is the same at every topology, and continues from a checkpoint of any other;
+    gradients within `bounds` of the largest, weights within `bounds.two_steps`. What is loaded are
+    the bits that were saved.
     """
     *others, one = chain(name)
     for other in others:

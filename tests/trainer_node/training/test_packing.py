@@ -18,14 +18,8 @@ from orchestrator.protocol.messages import LossSpec, batch_specs
 from tests.trainer_node import bounds
 from tests.trainer_node.data import LENGTHS, arrays, make_batch
 from trainer_node.layout.context import context_places
-from trainer_node.training.batch import (
-    Batch,
-    BatchError,
-    decode_batch,
-    micro_batches,
-    move_in_one_copy,
-    pack,
-)
+from trainer_node.training.batch import Batch, BatchError, decode_batch
+from trainer_node.training.packing import micro_batches, move_in_one_copy, pack
 
 LENGTHS_ST = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 
@@ -72,7 +66,7 @@ def test_by_hand() -> None:
 
 
 def test_a_pack_is_laid_out_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainer_node.training import batch as module
+    from trainer_node.training import packing as module
 
     made: list[tuple[int, ...]] = []
     lay_out = module._lay_out
@@ -265,9 +259,12 @@ def test_packs_equal_one_sequence_at_a_time(name: str, models, torchrun, tmp_pat
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"context": 2}, r"world_size 1 is not a multiple of tensor 1 \* pipeline 1 \* context 2"),
         (
-            {"expert_tensor": 2},
+            {"context": 2, "world_size": 1},
+            r"world_size 1 is not a multiple of tensor 1 \* pipeline 1 \* context 2",
+        ),
+        (
+            {"expert_tensor": 2, "world_size": 1},
             r"expert 1 \* expert_tensor 2 does not divide world_size / pipeline = 1",
         ),
         (

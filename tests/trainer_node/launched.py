@@ -10,8 +10,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from orchestrator.protocol.config import LoraConfig, TrainerConfig
+from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import TensorSpec
+from splice.run_file import RunFile
 from tests.orchestrator.fake_nodes import FakeReplica, whole_layout
 from tests.orchestrator.run import TOKEN, Run
 from tests.trainer_node.conftest import REPO, child_env
@@ -62,20 +63,10 @@ class Replica(FakeReplica):
 def trainer(run: Run, model: Path, folder: Path, *arguments: str, **options):
     """`splice trainer` as a user starts it, but without the check of a model's first start."""
     small = {"lora": LoraConfig(rank=4, alpha=8), "micro_batch_tokens": 16, "admission": "skip"}
-    config = TrainerConfig(model=model, **small, **options)
-    path = folder / "trainer.json"
-    path.write_text(config.model_dump_json())
-    argv = [
-        sys.executable,
-        "-m",
-        "splice",
-        "trainer",
-        "--endpoint",
-        run.endpoint,
-        "--config",
-        str(path),
-        *arguments,
-    ]
+    file = RunFile(name="m", model=model, run_dir=run.dir, trainer={**small, **options})
+    path = folder / "run.json"
+    path.write_text(file.model_dump_json())
+    argv = [sys.executable, "-m", "splice", "trainer", str(path), *arguments]
     with (folder / "trainer.log").open("w") as log:
         process = subprocess.Popen(
             argv, cwd=REPO, env={**child_env(), "SPLICE_RUN_TOKEN": TOKEN}, stdout=log, stderr=log

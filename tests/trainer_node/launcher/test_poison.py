@@ -5,24 +5,25 @@ of two restarts, a real orchestrator, and a replica that receives. Ordinary jobs
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from orchestrator.errors import JobFailed
-from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, TrainMergedJob
+from orchestrator.protocol.messages import (
+    ErrorCode,
+    InitialSyncJob,
+    TrainMergedJob,
+    TrainMergedResult,
+)
 from tests.orchestrator.run import TOKEN, Run
 from tests.trainer_node.data import arrays, training
 from tests.trainer_node.launched import Replica, ranks, trainer
 
 
-def run_job(run: Run, loss: str, seed: int = 1) -> dict[str, Any]:
+def run_job(run: Run, loss: str, seed: int = 1) -> TrainMergedResult:
     fields, buffers = training(arrays(seed), name=loss)
-    result: dict[str, Any] = run.client.run(
-        TrainMergedJob(**fields), buffers=buffers, timeout_s=150
-    )
-    return result
+    return run.client.run(TrainMergedJob(**fields), buffers=buffers, timeout_s=150)
 
 
 def test_no_batch_ends_the_trainer_for_good(models, tmp_path: Path) -> None:
@@ -49,7 +50,7 @@ def test_no_batch_ends_the_trainer_for_good(models, tmp_path: Path) -> None:
                 run_job(run, "spoils_the_step")
             assert "starts again from its last durable state" in failed.value.remedy
         result = run_job(run, "cross_entropy", seed=2)
-        assert result["version"] == 2 and len(ranks(launcher)) == 1
+        assert result.version == 2 and len(ranks(launcher)) == 1
         assert not {p.pid for p in before} & {p.pid for p in ranks(launcher)}
         assert launcher.poll() is None
         served = {name: tensor.clone() for name, tensor in replica.tensors.items()}

@@ -43,9 +43,7 @@ def test_a_killed_rank_is_back_within_seconds(models, tmp_path: Path) -> None:
     job, parallel = TrainMergedJob(**fields), ParallelConfig(world_size=2)
     with (
         Run(tmp_path, transfer_timeout_s=60.0) as run,
-        trainer(
-            run, models["dense_tied"], tmp_path, "--max-restarts", "3", parallel=parallel
-        ) as launcher,
+        trainer(run, models["dense_tied"], tmp_path, max_restarts=3, parallel=parallel) as launcher,
     ):
         replica = Replica(endpoint=run.endpoint, node_id="inference-0", token=TOKEN).start()
         run.nodes.append(replica)
@@ -64,7 +62,7 @@ def test_a_killed_rank_is_back_within_seconds(models, tmp_path: Path) -> None:
         (template,) = psutil.Process(launcher.pid).children()
         template.kill()
         assert soon(lambda: not ranks(launcher)) and soon(lambda: len(ranks(launcher)) == 2, 120)
-        assert run.client.run(job, buffers=buffers, timeout_s=120)["version"] == 4
+        assert run.client.run(job, buffers=buffers, timeout_s=120).version == 4
         below = psutil.Process(launcher.pid).children(recursive=True)
         replica.on_LeaveTransferGroup(None)
         os.kill(launcher.pid, signal.SIGKILL)

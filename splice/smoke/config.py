@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import ParallelConfig
 from splice.machine import inference_python
@@ -90,10 +92,14 @@ def smoke_run(
 
 def _choose_gpus(trainer: dict[str, Any], inference: dict[str, Any]) -> None:
     """Fill `gpus`: the first ones for the trainer, the next ones for vLLM. Both may share one."""
-    ranks = ParallelConfig.model_validate(trainer.get("parallel", {})).world_size
-    trainer.setdefault("gpus", list(range(ranks)))
-    first = len(trainer["gpus"])
-    inference.setdefault("gpus", [first + i for i in range(inference.get("tensor_parallel", 1))])
+    try:
+        ranks = ParallelConfig.model_validate(trainer.get("parallel", {})).world_size
+        trainer.setdefault("gpus", list(range(ranks)))
+        first, workers = len(trainer["gpus"]), inference.get("tensor_parallel", 1)
+        inference.setdefault("gpus", list(range(first, first + workers)))
+        inference["gpus"] = list(inference["gpus"])
+    except (ValidationError, TypeError):
+        return  # `build` says what is wrong
     if share_a_gpu(trainer["gpus"], [inference["gpus"]]):
         trainer["transport"] = inference["transport"] = "tcp"
         inference.setdefault("gpu_memory_utilization", 0.4)

@@ -25,7 +25,7 @@ from orchestrator.publication.verification import digest_mismatches
 from splice import preflight
 from splice.batches import group_advantages
 from splice.run_file import RunFile, build, set_value
-from splice.smoke.config import SmokeConfig
+from splice.smoke.config import SmokeConfig, smoke_run
 from splice.smoke.display import Display
 from splice.smoke.proof import judge, judge_sensitivity
 from splice.smoke.rollouts import Rollout, build_batch
@@ -431,3 +431,26 @@ def test_a_bad_publication_setting_is_named(key: str, value: str) -> None:
     set_value(values, f"publication.{key}={value}")
     with pytest.raises(ConfigError, match=rf"^run.toml: publication.*{key}"):
         build(values, source=Path("run.toml"))
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("trainer.parallel.tensor=x", "trainer.parallel.tensor"),
+        ("trainer.gpus=3", "trainer.gpus"),
+        ("inference.tensor_parallel=no", "inference.tensor_parallel"),
+    ],
+)
+def test_a_smoke_on_gpus_names_what_is_wrong(override: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"^smoke: .*{says}"):
+        smoke_run(None, ("device=cuda", override), tiny=lambda: tmp_path)
+
+
+def test_a_smoke_on_gpus_uses_the_first_ones(tmp_path: Path) -> None:
+    overrides = ("device=cuda", "trainer.parallel.tensor=2", "inference.tensor_parallel=2")
+    run = smoke_run(None, overrides, tiny=lambda: tmp_path)
+    assert (run.trainer.gpus, run.inference.gpus) == ((0, 1), (2, 3))
+    assert run.trainer.transport == run.inference.transport == run.publication.transport == "nccl"
+    both = ("device=cuda", "trainer.gpus=[0]", "inference.gpus=[0]")
+    shared = smoke_run(None, both, tiny=lambda: tmp_path)
+    assert shared.publication.transport == "tcp" and shared.inference.gpu_memory_utilization == 0.4

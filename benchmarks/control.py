@@ -32,6 +32,7 @@ from orchestrator.processes.launch import NodeProcess
 from orchestrator.protocol.messages import Hello, Ready, TrainLoraJob, batch_specs
 from orchestrator.protocol.node_link import NodeLink
 from splice.client import SpliceClient
+from splice.run_file import RunFile
 
 TOKEN = "benchmark-" + uuid.uuid4().hex
 POLL_S = 1.0
@@ -90,8 +91,12 @@ def _specs():  # type: ignore[no-untyped-def]
 
 def _round_trips(count: int, folder: Path) -> list[float]:
     run_dir = folder / "run"
-    serve = ["splice", "serve", "--run-dir", str(run_dir), "--name", "m"]
-    with _python_process(serve, log=folder / "orchestrator.log") as orchestrator:
+    run = RunFile(name="m", model=folder, run_dir=run_dir, trainer={}, inference={})
+    file = folder / "run.json"
+    file.write_text(run.model_dump_json())
+    with _python_process(
+        ["splice", "serve", str(file)], log=folder / "orchestrator.log"
+    ) as orchestrator:
         endpoint = _endpoint(run_dir, orchestrator)
         with _python_process(["benchmarks.control", endpoint], log=folder / "node.log"):
             buffers = [bytes(s.nbytes) for s in _specs()]

@@ -1,6 +1,6 @@
 """Teach a tiny model to say "maybe": sample from vLLM, train with Megatron, publish, repeat.
 
-It goes on where an earlier start of it ended, because the run knows its version.
+It continues where an earlier start of it ended, because the run knows its version.
 """
 
 import sys
@@ -41,13 +41,10 @@ with SpliceClient.of_run(sys.argv[1]) as client:
         for step in range(status.version + 1, STEPS + 1):
             groups = [answers(http, p, rewards, n=16, temperature=1.0) for p in PROMPTS]
             result = client.train_merged(grpo_batch(groups), loss, OptimParams(lr=5e-3))
-            print(
-                f"mean reward {mean_reward(groups):.3f}, now serving {result['alias']}", flush=True
-            )
+            print(f"mean reward {mean_reward(groups):.3f}, now serving {result.alias}", flush=True)
             if step % EVALUATE_EVERY == 0:
                 best = [answers(http, prompt, rewards, temperature=0.0) for prompt in PROMPTS]
                 saved = client.save_checkpoint(f"saved/{step}", client_state={"step": step})
                 print(
-                    f"greedy {mean_reward(best):.3f}, saved in {saved['checkpoint_dir']}",
-                    flush=True,
+                    f"greedy {mean_reward(best):.3f}, saved in {saved.checkpoint_dir}", flush=True
                 )

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, field_validator
 
 from orchestrator.protocol.config import Settings, check_alias_name
-from orchestrator.publication.config import PublicationConfig
+from orchestrator.publication.config import PublicationConfig, Seconds
 
 
 class OrchestratorSettings(Settings):
@@ -22,9 +22,9 @@ class OrchestratorSettings(Settings):
     keep_versions: int = Field(default=2, ge=0)
     """Versions whose checkpoints stay on disk, at least 2. 0: all. That of the served version is
     never deleted."""
-    ready_timeout_s: float = Field(default=600.0, gt=0)
+    ready_timeout_s: Seconds = 600.0
     """Longest wait of a job for missing nodes, in seconds."""
-    train_timeout_s: float = Field(default=3600.0, gt=0)
+    train_timeout_s: Seconds = 3600.0
     """Longest training, forward, save or load request, in seconds."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the numbers for Prometheus. With 0 the kernel chooses; RUN_DIR/metrics has the URL.

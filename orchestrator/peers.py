@@ -19,6 +19,9 @@ LOG_EVERY_S = 10.0
 """Seconds between two log lines about one peer's dropped messages."""
 LAUNCHER = "-launcher-"
 """Comes between a node's id and its host's rank, in the id of its launcher."""
+GIVEN_UP_S = 60.0
+"""Time for a supervisor, such as a kubelet, to start a launcher again that has given up, in
+seconds."""
 SAY_TURN_S = 1.0
 """Longest silence within a wait, in seconds."""
 STRANGERS = "strangers"
@@ -62,8 +65,8 @@ class Peers:
         self._ids: dict[bytes, str] = {}
         self._changed = asyncio.Condition()
         self._next_log_s: dict[str, float] = {}
-        self._given_up: dict[str, str] = {}
-        """Node -> why its launcher has given it up."""
+        self._given_up: dict[str, tuple[str, float]] = {}
+        """Node -> why its launcher has given it up, and when, on the monotonic clock."""
 
     def id_at(self, address: bytes) -> str | None:
         """Return the peer that speaks over a connection, or None for a stranger's."""
@@ -76,8 +79,9 @@ class Peers:
         self._given_up.pop(peer_id.partition(LAUNCHER)[0], None)
 
     def give_up(self, node_id: str, why: str) -> None:
-        """Have nobody wait for a node, until it or a launcher of it joins."""
-        self._given_up[node_id] = why
+        """Have nobody wait for a node longer than `GIVEN_UP_S`, until it or a launcher of it
+        joins."""
+        self._given_up[node_id] = why, time.monotonic()
 
     def bind(self, peer_id: str, address: bytes) -> None:
         """Have the peer speak over this connection only."""
@@ -124,13 +128,16 @@ class Peers:
         return {p: state for p, state in states.items() if state != "ready"}
 
     def refuse_given_up(self, peer_ids: Sequence[str]) -> None:
-        """Raise if one of these nodes is missing, and its launcher does not start it again.
+        """Raise if one of these nodes is missing, and neither its launcher starts it again, nor has
+        anybody started a launcher for `GIVEN_UP_S`.
 
         Raises:
             NodeLost: names it and says why.
         """
         for node in self._given_up.keys() & self.missing(peer_ids):
-            raise NodeLost(f"{node} does not come back: {self._given_up[node]}")
+            why, since_s = self._given_up[node]
+            if time.monotonic() >= since_s + GIVEN_UP_S:
+                raise NodeLost(f"{node} does not come back: {why}")
 
     async def wait_ready(
         self,

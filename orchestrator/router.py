@@ -41,6 +41,7 @@ from orchestrator.protocol.frames import (
     from_wire,
 )
 from orchestrator.protocol.messages import (
+    CANARY,
     PROTOCOL_VERSION,
     READY_DETAILS,
     AnyMessage,
@@ -69,7 +70,8 @@ WHO_ARE_YOU = Hello(role="client", node_id="orchestrator", incarnation="", run_t
 _TRAINS = frozenset({"TrainMerged", "TrainLora", "ForwardBackward", "OptimStep"})
 """Requests whose end is progress of the run."""
 _COUNTED = _TRAINS | {"Forward"}
-"""Requests with a batch, which may be why the process ends. `TrainerRequests` counts that."""
+"""Requests with a batch, which may be why the process ends. `TrainerRequests` counts that, but not
+for a canary, whose batch is always the same."""
 _FIRST = frozenset({"Hello"})
 _ANY_PEER = _FIRST | {"Heartbeat"}
 _NODE = _ANY_PEER | {"Ready", "Unready", "Progress", "Completed", "Failed"}
@@ -470,7 +472,7 @@ class ControlRouter:
         answer = EndedDuring(
             node_id=message.node_id,
             cause=cause,
-            is_counted=kind in _COUNTED,
+            is_counted=kind in _COUNTED and not cause.startswith(CANARY),
             has_trained=has_trained,
         )
         for one in {launcher_id, *self.nodes("launcher")}:

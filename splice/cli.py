@@ -216,7 +216,8 @@ def trainer(
     log_to_stderr()
     try:
         run, node_id = load(file, overrides or ()), "trainer"
-        os.environ.update(trainer_variables(run.trainer, gpus=run.trainer.gpus))
+        for key, value in trainer_variables(run.trainer, gpus=run.trainer.gpus).items():
+            os.environ.setdefault(key, value)
         os.environ[TOKEN] = token = run.token()  # the ranks read it
         launch = trainer_host.TrainerLaunch(
             endpoint=run.endpoint(),
@@ -399,9 +400,11 @@ def _tiny_model(arch: Arch, console: Console) -> Path:
     path = MODELS / f"tiny-{arch.replace('_', '-')}"
     if not (path / "config.json").exists():
         console.print(f"making the tiny {arch} checkpoint in {path}")
-        make = ("-m", "trainer_node.tools.make_checkpoint", "--arch", arch, "--out", path)
+        argv = python_command(
+            _HERE, "-m", "trainer_node.tools.make_checkpoint", "--arch", arch, "--out", path
+        )
         done = subprocess.run(
-            python_command(_HERE, *make),
+            argv,
             env=python_environment(os.environ),
             capture_output=True,
             text=True,

@@ -20,7 +20,7 @@ from orchestrator.processes.restarts import RestartBudget
 from orchestrator.protocol.config import InferenceConfig, TrainerConfig
 from orchestrator.protocol.messages import Status
 from splice.client import SpliceClient
-from splice.run_file import RUN_JSON, TOKEN, RunFile
+from splice.run_file import RUN_JSON, TOKEN, RunFile, absolute
 
 log = logging.getLogger("splice.cluster")
 OnWait = Callable[[str], None]
@@ -69,8 +69,8 @@ class Cluster:
         on_wait: OnWait | None = None,
         measures_memory: bool = False,
     ) -> None:
-        self.run = run
-        self.file = file or run.run_dir / RUN_JSON
+        self.run = run if file is not None else absolute(run)
+        self.file = file or self.run.run_dir / RUN_JSON
         self.run_token = run_token or secrets.token_hex(16)
         self.launcher = Launcher(measures_memory=measures_memory)
         self.client: SpliceClient
@@ -145,24 +145,18 @@ class Cluster:
         killed_one = _identity(run.run_dir / "endpoint")
         self._launch(
             "orchestrator",
-            [run.trainer.python, "-m", "splice", "serve", self.file, "--resume"],
+            python_command(run.trainer.python, "-m", "splice", "serve", self.file, "--resume"),
             env=env,
             restarts=self._orchestrator_restarts,
         )
         endpoint = self._wait_endpoint(killed_one)
         for index, node_id in enumerate(self._inference_ids):
             config = self._node_file(node_id, run.inference_config(index))
-            argv: list[str | Path] = [
-                run.inference.python,
-                "-m",
-                "inference_node",
-                "--endpoint",
-                endpoint,
-            ]
-            argv += ["--node-id", node_id, "--config", config]
+            argv = python_command(run.inference.python, "-m", "inference_node")
+            argv += ["--endpoint", endpoint, "--node-id", node_id, "--config", str(config)]
             own = self._env["inference"]
             self._launch(node_id, argv, env={**env, **own}, is_supervisor=True, group="inference")
-        argv = [run.trainer.python, "-m", "splice", "trainer", self.file]
+        argv = python_command(run.trainer.python, "-m", "splice", "trainer", self.file)
         argv += ["--module", self._trainer_module]
         own = trainer_variables(run.trainer, gpus=run.trainer.gpus) | self._env["trainer"]
         self._launch("trainer", argv, env={**env, **own}, is_supervisor=True)
@@ -176,7 +170,7 @@ class Cluster:
     def _launch(
         self,
         name: str,
-        argv: Sequence[str | Path],
+        argv: Sequence[str],
         *,
         env: Mapping[str, str],
         restarts: int | None = None,
@@ -186,7 +180,7 @@ class Cluster:
         self.launcher.start(
             NodeProcess(
                 name=name,
-                argv=python_command(*argv),
+                argv=list(argv),
                 env=dict(env),
                 log_file=self.run.run_dir / "logs" / f"{name}.log",
                 restarts=RestartBudget(self._node_restarts if restarts is None else restarts),

@@ -65,6 +65,11 @@ BY_DEVICE: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """Device -> table of the file ("": the top) -> defaults that depend on the device."""
+_SHARED_BY_PUBLISHERS = {
+    "rounding": ("publication", "trainer"),
+    "transport": ("trainer", "inference", "publication"),
+}
+"""Key -> the tables that have it, first the one that users should set."""
 _PATHS = (("model",), ("run_dir",), ("trainer", "model"), ("trainer", "adapter"),
           ("trainer", "python"), ("inference", "model"), ("inference", "python"),
           ("orchestrator", "curve_dir"))  # fmt: skip  # a list
@@ -132,6 +137,7 @@ class RunFile(Settings):
         """Fill what depends on the device, and what the roles take from the top of the file."""
         if not isinstance(values, dict):
             return values
+        values = _share_publishing(values)
         tables = {role: values.get(role, {}) for role in _SHARED}
         has_gpus = any(isinstance(own, dict) and own.get("gpus") for own in tables.values())
         device = values.get("device", "cuda" if has_gpus else "cpu")
@@ -216,24 +222,23 @@ class RunFile(Settings):
 
 
 def _share_publishing(values: dict[str, Any]) -> dict[str, Any]:
-    """Give trainer and publications one `rounding` and one `transport`, whichever table has it.
+    """Give all sides of a publication one `rounding` and one `transport`, whichever table has it.
 
     Raises:
-        ValueError: the two differ.
+        ValueError: two tables differ.
     """
-    publication, trainer = values.get("publication", {}), values.get("trainer")
-    if not isinstance(publication, dict) or not isinstance(trainer, dict):
-        return values
-    for key, leader in (("rounding", "publication"), ("transport", "trainer")):
-        found = [t[key] for t in (publication, trainer) if key in t]
-        if found[1:] and found[0] != found[1]:
-            raise ValueError(
-                f"publication.{key} is {found[0]!r} and trainer.{key} is {found[1]!r}; "
-                f"give only {leader}.{key}"
-            )
+    for key, roles in _SHARED_BY_PUBLISHERS.items():
+        tables = {role: values.get(role, {}) for role in roles}
+        if not all(isinstance(table, dict) for table in tables.values()):
+            return values  # pydantic says so
+        found = {f"{role}.{key}": table[key] for role, table in tables.items() if key in table}
+        if any(value != next(iter(found.values())) for value in found.values()):
+            said = " and ".join(f"{name} is {value!r}" for name, value in found.items())
+            raise ValueError(f"{said}; give only {roles[0]}.{key}")
         if found:
-            publication, trainer = {**publication, key: found[0]}, {**trainer, key: found[0]}
-    return {**values, "publication": publication, "trainer": trainer}
+            own = {key: next(iter(found.values()))}
+            values = values | {role: table | own for role, table in tables.items()}
+    return values
 
 
 def find_endpoint(run_dir: Path) -> str:
@@ -341,6 +346,11 @@ def build(values: dict[str, Any], *, source: Path) -> RunFile:
         return RunFile.model_validate(values)
     except ValidationError as error:
         raise config_error(error, model=RunFile, source=str(source)) from None
+
+
+def absolute(run: RunFile) -> RunFile:
+    """Return the run with absolute paths; relative ones are relative to the working folder."""
+    return build(run.model_dump(mode="json"), source=Path(FILE_NAME))
 
 
 def set_value(values: dict[str, Any], override: str) -> None:

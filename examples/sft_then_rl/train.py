@@ -57,7 +57,7 @@ async def fine_tune(loop, rows, arguments):
         mini_batch_sequences=arguments.mini_batch,
         epochs=arguments.epochs,
     )
-    print(f"SFT: loss {result['metrics']['loss']:.3f}, serving {result['alias']}", flush=True)
+    print(f"SFT: loss {result.metrics['loss']:.3f}, serving {result.alias}", flush=True)
 
 
 async def main(arguments):

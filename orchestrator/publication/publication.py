@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from orchestrator.errors import JobFailed, NodeLost, SpliceError, VerificationError
 from orchestrator.protocol.messages import (
+    CANARY,
     CheckCanary,
     CommitUpdate,
     ErrorCode,
@@ -326,7 +327,7 @@ class Publication:
         answers = await self.members.ask_all(
             self.result.replicas,
             lambda _: CheckCanary(
-                request_id=new_id("canary"),
+                request_id=new_id(CANARY),
                 deadline_s=timeout_s,
                 version=self.version,
                 tokens=prompt,
@@ -337,7 +338,7 @@ class Publication:
         if not asked:
             return
         specs = forward_specs(num_sequences=1, num_tokens=len(prompt))
-        forward = Forward(request_id=new_id("canary"), deadline_s=timeout_s, tensors=specs)
+        forward = Forward(request_id=new_id(CANARY), deadline_s=timeout_s, tensors=specs)
         inputs = [array.array("i", prompt).tobytes(), array.array("i", [len(prompt)]).tobytes()]
         _, own = await self.members.router.request(
             self.members.trainer_id, forward, buffers=inputs, phase="checking the canary"

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import ParallelConfig
+from splice.doctor import list_gpus
 from splice.machine import inference_python
 from splice.preflight import check_model, share_a_gpu
 from splice.run_file import RunFile, build, read, set_value
@@ -21,8 +22,8 @@ from splice.up import check as check_run
 
 RUNS = Path("runs/smoke")
 """Each run gets a new folder in it."""
-SMALL = {"max_model_len": 512, "max_num_seqs": 64, "enforce_eager": True, "load_format": "dummy"}
-"""For vLLM, unless the user says otherwise. @0 brings every weight, so it reads no checkpoint."""
+SMALL = {"max_model_len": 512, "max_num_seqs": 64, "enforce_eager": True}
+"""For vLLM, without a file that says otherwise."""
 TAU = 1e-4
 """Largest allowed difference, in nats, between a log-prob served in fp32 and the reference's.
 
@@ -73,17 +74,23 @@ def smoke_run(
     values.pop("run_dir", None)
     if model is not None:
         values["model"] = str(model)
+        for role in ("trainer", "inference"):
+            if isinstance(values.get(role), dict):
+                values[role].pop("model", None)
     for override in overrides:
         set_value(values, override)
-    values.setdefault("run_dir", str(RUNS / time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")))
+    values.setdefault(
+        "run_dir", str(RUNS.absolute() / time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}"))
+    )
     trainer, inference = values.setdefault("trainer", {}), values.setdefault("inference", {})
     if "model" not in values:
-        values["model"] = str(tiny())
+        values["model"] = str(tiny().absolute())
     if isinstance(trainer, dict) and isinstance(inference, dict):
         trainer.setdefault("python", sys.executable)
-        inference.setdefault("python", str(inference_python()))
+        inference.setdefault("python", os.path.abspath(inference_python()))
         trainer.setdefault("admission", "skip" if proof else "check")  # the proof compares more
-        for key, value in SMALL.items():
+        inference.setdefault("load_format", "dummy")  # @0 brings every weight
+        for key, value in () if file is not None else SMALL.items():
             inference.setdefault(key, value)
         if values.get("device") == "cuda":
             _choose_gpus(trainer, inference)
@@ -95,7 +102,8 @@ def _choose_gpus(trainer: dict[str, Any], inference: dict[str, Any]) -> None:
     try:
         ranks = ParallelConfig.model_validate(trainer.get("parallel", {})).world_size
         trainer.setdefault("gpus", list(range(ranks)))
-        first, workers = len(trainer["gpus"]), inference.get("tensor_parallel", 1)
+        workers = inference.get("tensor_parallel", 1) * inference.get("replicas", 1)
+        first = len(trainer["gpus"])
         inference.setdefault("gpus", list(range(first, first + workers)))
         inference["gpus"] = list(inference["gpus"])
     except (ValidationError, TypeError):
@@ -117,6 +125,8 @@ def check(config: SmokeConfig) -> dict[str, Any]:
             'the reference needs a checkpoint\'s weights; with trainer.init = "random" pass '
             "--no-proof"
         )
+    if run.device == "cuda" and not list_gpus():
+        raise ConfigError('device is cuda, but nvidia-smi lists no GPU here; use device = "cpu"')
     check_run(run)
     if run.device == "cpu" and run.trainer.dtype != "float32":
         raise ConfigError(

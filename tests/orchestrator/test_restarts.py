@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from orchestrator import peers
 from orchestrator.errors import ErrorCode, JobFailed, LinkLost, NodeLost
 from orchestrator.liveness import LOST_AFTER_S
 from orchestrator.processes import launch
@@ -316,7 +317,8 @@ def test_a_trainer_that_has_ended_is_not_waited_for_until_its_silence_tells(tmp_
         assert soon(lambda: run.states()["trainer"] == "ready")
 
 
-def test_a_job_does_not_wait_for_a_trainer_that_was_given_up(tmp_path):
+def test_a_job_does_not_wait_for_a_trainer_that_was_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "GIVEN_UP_S", 2.0)
     with Run(tmp_path / "run") as run:
         waiting = run.client.submit(InitialSyncJob())
         assert host(run, tmp_path, ending(tmp_path / "lives", -9), max_restarts=0).serve() == 1

@@ -18,6 +18,7 @@ from orchestrator.processes.restarts import EXIT_CONFIG
 from splice import machine, up
 from splice.cli import app
 from splice.client import SpliceClient
+from splice.cluster import Cluster
 from splice.doctor import Gpu
 from splice.reference import markdown
 from splice.run_file import RunFile, load
@@ -108,6 +109,26 @@ def test_the_rounding_is_one_for_both_tables(table, tmp_path):
         load(written(tmp_path), ["trainer.rounding=stochastic", "publication.rounding=nearest"])
     with pytest.raises(ConfigError, match="publication"):
         load(written(tmp_path), ["publication=rounding"])
+
+
+@pytest.mark.parametrize("table", ["publication", "trainer", "inference"])
+def test_one_transport_is_enough(table, tmp_path):
+    overrides = ["device=cuda", "inference.gpus=[1]", f"{table}.transport=tcp"]
+    run = load(written(tmp_path), overrides)
+    assert {t.transport for t in (run.publication, run.trainer, run.inference)} == {"tcp"}
+    with pytest.raises(ConfigError, match=r"give only trainer\.transport"):
+        load(written(tmp_path), ["trainer.transport=tcp", "publication.transport=nccl"])
+
+
+def test_a_cluster_reads_what_it_writes_whatever_the_paths(tmp_path, monkeypatch):
+    """Relative ones are relative to the working folder, not to the run's."""
+    monkeypatch.chdir(tmp_path)
+    given = RunFile(name="m", model=Path("m"), run_dir=Path("runs/x"), trainer={}, inference={})
+    cluster = Cluster(given)
+    cluster.file.parent.mkdir(parents=True)
+    cluster.file.write_text(cluster.run.model_dump_json())
+    assert load(cluster.file) == cluster.run
+    assert cluster.run.run_dir == tmp_path / "runs/x" and cluster.run.model == tmp_path / "m"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -30,9 +30,6 @@ from orchestrator.protocol.config import ALL_LINEAR, LoraConfig
 from trainer_node.adapters.linears import expert_name
 from trainer_node.files.bulk_files import Extent, bulk_writer
 from trainer_node.files.generations import write_file
-
-if TYPE_CHECKING:
-    pass
 
 Key = tuple[str, str]
 """HF module name and "A" or "B"."""
@@ -480,6 +477,3 @@ def _num_experts(tensor: str, expected: Collection[Key]) -> int:
     while (expert_name(tensor, count), "A") in expected:
         count += 1
     return count
-
-
-# ---------------------------------------------------------------- the trainer's adapters, whole

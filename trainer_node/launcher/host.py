@@ -530,7 +530,7 @@ def run(launch: TrainerLaunch, *, run_token: str) -> int:
         ConfigError: the configuration or the model's folder is wrong. Checked first.
     """
     config = read_json(launch.config, TrainerConfig)
-    if not launch.prefix:  # its own container has folders
+    if not launch.prefix:  # a container has its own folders
         check_model_folder(config.model)
     host = TrainerHost(launch, config=config, run_token=run_token)
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -71,6 +71,10 @@ NodeId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 _NODE_ID: TypeAdapter[str] = TypeAdapter(NodeId)
 
 
+CANARY = "canary"
+"""Prefix of the ids of a canary's requests."""
+
+
 def new_id(prefix: str) -> str:
     """Return a fresh request, job or client id."""
     return f"{prefix}-{uuid.uuid4().hex[:12]}"

@@ -42,7 +42,9 @@ def cell(torchrun: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Cell:
             if name != family:
                 pack_experts(folder)
         out = root / "result.pt"
-        torchrun(max(sizes), "adapted", out, folder.parent, name, targets, sequence, *sizes)
+        torchrun(
+            max(sizes), "adapters.adapted", out, folder.parent, name, targets, sequence, *sizes
+        )
         return torch.load(out)
 
     return run

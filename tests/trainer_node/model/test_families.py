@@ -40,7 +40,7 @@ def cell(torchrun: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Cell:
             if not (root / dtype / family).exists():
                 make(family, root / dtype / family, dtype)
             out = root / f"{key}.pt"
-            torchrun(max(sizes), "family", out, root / dtype, family, *sizes, *flags)
+            torchrun(max(sizes), "model.family", out, root / dtype, family, *sizes, *flags)
             found[key] = torch.load(out)
         return found[key]
 

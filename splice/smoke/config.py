@@ -85,6 +85,8 @@ def smoke_run(
     trainer, inference = values.setdefault("trainer", {}), values.setdefault("inference", {})
     if "model" not in values:
         values["model"] = str(tiny().absolute())
+    if isinstance(orchestrator := values.setdefault("orchestrator", {}), dict):
+        orchestrator["keep_versions"] = 0  # the proof reads each version's adapter
     if isinstance(trainer, dict) and isinstance(inference, dict):
         trainer.setdefault("python", sys.executable)
         inference.setdefault("python", os.path.abspath(inference_python()))

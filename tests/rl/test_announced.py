@@ -99,7 +99,7 @@ def rank_of(run_dir) -> psutil.Process:
 
 
 def test_a_trainer_that_dies_while_it_works_ahead_has_lost_time_alone(slow, tmp_path):
-    run_dir = slow.config.run_dir
+    run_dir = slow.run.run_dir
     steps_before = slow.client.status().version
 
     async def kill_in_the_save_of(version: int) -> None:

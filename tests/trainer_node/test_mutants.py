@@ -614,7 +614,7 @@ class Runs:
             "folder": str(copy),
             "tests": tests,
             "log": str(self.log(name)),
-            "timeout_s": RUN_TIMEOUT_S,
+            "timeout_s": RUN_TIMEOUT_S * max(1, len(tests) / 6),
         }
         self._requests[name] = json.dumps(request).encode() + b"\n"
         self._send(name)

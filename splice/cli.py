@@ -29,10 +29,9 @@ from orchestrator.protocol.messages import check_node_id
 from orchestrator.server import Orchestrator
 from splice import doctor as doctoring
 from splice import run_cli
-from splice.cluster import trainer_variables
 from splice.machine import inference_python, local_model
-from splice.run_cli import AsJson, FileArgument, Overrides, node_file
-from splice.run_file import TOKEN, load
+from splice.run_cli import AsJson, FileArgument, Overrides
+from splice.run_file import TOKEN, TrainerSection, load, node_file
 from splice.smoke.config import SmokeConfig, smoke_run
 from splice.smoke.interrupts import Interrupts
 from splice.smoke.run import run_smoke
@@ -216,8 +215,7 @@ def trainer(
     log_to_stderr()
     try:
         run, node_id = load(file, overrides or ()), "trainer"
-        for key, value in trainer_variables(run.trainer, gpus=run.trainer.gpus).items():
-            os.environ.setdefault(key, value)
+        os.environ.update(_trainer_variables(run.trainer))
         os.environ[TOKEN] = token = run.token()  # the ranks read it
         launch = trainer_host.TrainerLaunch(
             endpoint=run.endpoint(),
@@ -236,6 +234,14 @@ def trainer(
     except (SpliceError, OSError) as error:
         _die(Console(stderr=True), error)
     raise typer.Exit(code)
+
+
+def _trainer_variables(trainer: TrainerSection) -> dict[str, str]:
+    """Return what the ranks on this host need in their environment, whatever the shell has."""
+    own = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    if trainer.device == "cuda" and trainer.gpus:
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, trainer.gpus))
+    return own
 
 
 @app.command()

@@ -17,10 +17,10 @@ from orchestrator.errors import ConfigError, NodeLost
 from orchestrator.processes.launch import Launcher, NodeProcess
 from orchestrator.processes.python import python_command
 from orchestrator.processes.restarts import RestartBudget
-from orchestrator.protocol.config import InferenceConfig, TrainerConfig
+from orchestrator.protocol.config import InferenceConfig
 from orchestrator.protocol.messages import Status
 from splice.client import SpliceClient
-from splice.run_file import RUN_JSON, TOKEN, RunFile, absolute
+from splice.run_file import RUN_JSON, TOKEN, RunFile, absolute, node_file
 
 log = logging.getLogger("splice.cluster")
 OnWait = Callable[[str], None]
@@ -61,8 +61,6 @@ class Cluster:
         file: Path | None = None,
         run_token: str = "",
         trainer_module: str = "trainer_node",
-        trainer_env: Mapping[str, str] | None = None,
-        inference_env: Mapping[str, str] | None = None,
         orchestrator_restarts: int = 2,
         node_restarts: int = 2,
         needs_all: bool = True,
@@ -76,7 +74,6 @@ class Cluster:
         self.client: SpliceClient
         self._is_new = file is None
         self._trainer_module = trainer_module
-        self._env = {"trainer": dict(trainer_env or {}), "inference": dict(inference_env or {})}
         self._orchestrator_restarts, self._node_restarts = orchestrator_restarts, node_restarts
         self._needs_all = needs_all
         self._on_wait = on_wait or (lambda _: None)
@@ -154,12 +151,10 @@ class Cluster:
             config = self._node_file(node_id, run.inference_config(index))
             argv = python_command(run.inference.python, "-m", "inference_node")
             argv += ["--endpoint", endpoint, "--node-id", node_id, "--config", str(config)]
-            own = self._env["inference"]
-            self._launch(node_id, argv, env={**env, **own}, is_supervisor=True, group="inference")
+            self._launch(node_id, argv, env=env, is_supervisor=True, group="inference")
         argv = python_command(run.trainer.python, "-m", "splice", "trainer", self.file)
         argv += ["--module", self._trainer_module]
-        own = trainer_variables(run.trainer, gpus=run.trainer.gpus) | self._env["trainer"]
-        self._launch("trainer", argv, env={**env, **own}, is_supervisor=True)
+        self._launch("trainer", argv, env=env, is_supervisor=True)
         self.client = SpliceClient(endpoint=endpoint, run_token=self.run_token).__enter__()
         try:
             self._wait_ready()
@@ -190,11 +185,9 @@ class Cluster:
         )
 
     def _node_file(self, node_id: str, inference: InferenceConfig) -> Path:
-        path = self.run.run_dir / f"{node_id}.json"
         log_file = self.run.run_dir / "logs" / f"{node_id}.vllm.log"
         own = inference.model_copy(update={"log_file": log_file})
-        path.write_text(own.model_dump_json(indent=1))
-        return path
+        return node_file(self.run, node_id, own.model_dump_json(indent=1))
 
     def _wait_endpoint(self, killed_one: tuple[int, int] | None) -> str:
         """Return the new endpoint. A killed orchestrator left its own file behind."""
@@ -256,14 +249,6 @@ def _identity(path: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_ino, found.st_mtime_ns
-
-
-def trainer_variables(trainer: TrainerConfig, *, gpus: Sequence[int]) -> dict[str, str]:
-    """Return the environment of a trainer's launcher on this host."""
-    own = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    if trainer.device == "cuda" and gpus:
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    return own
 
 
 def _ready(status: Status) -> set[str]:

@@ -24,7 +24,7 @@ from splice import kubernetes, machine, ray_launcher, report, slurm, up
 from splice import watch as watching
 from splice.doctor import Gpu, list_gpus
 from splice.rl import browse, decisions
-from splice.run_file import FILE_NAME, RunFile, find_endpoint, load, stop_command
+from splice.run_file import FILE_NAME, RunFile, find_endpoint, load, node_file, stop_command
 
 app = typer.Typer()
 config_app = typer.Typer(no_args_is_help=True, help="Show, check or describe a run.toml.")
@@ -521,14 +521,6 @@ def tinker(
         _die(ConfigError(f'{error}; `splice tinker` needs pip install "splice[tinker]"'))
     except (SpliceError, OSError) as error:
         _die(error)
-
-
-def node_file(run: RunFile, node_id: str, text: str) -> Path:
-    """Write a node's configuration where its processes read it; returns the path."""
-    run.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path = run.run_dir / f"{node_id}.json"
-    path.write_text(text)
-    return path
 
 
 @config_app.command()

@@ -241,6 +241,14 @@ def _share_publishing(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+def node_file(run: RunFile, node_id: str, text: str) -> Path:
+    """Write a node's configuration where its processes read it; returns the path."""
+    run.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = run.run_dir / f"{node_id}.json"
+    path.write_text(text)
+    return path
+
+
 def find_endpoint(run_dir: Path) -> str:
     """Return the endpoint: what the orchestrator wrote into the run's folder, or SPLICE_ENDPOINT.
 

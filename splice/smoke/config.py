@@ -107,10 +107,10 @@ def _choose_gpus(trainer: dict[str, Any], inference: dict[str, Any]) -> None:
         workers = inference.get("tensor_parallel", 1) * inference.get("replicas", 1)
         first = len(trainer["gpus"])
         inference.setdefault("gpus", list(range(first, first + workers)))
-        inference["gpus"] = list(inference["gpus"])
+        is_shared = share_a_gpu(trainer["gpus"], [inference["gpus"]])
     except (ValidationError, TypeError):
         return  # `build` says what is wrong
-    if share_a_gpu(trainer["gpus"], [inference["gpus"]]):
+    if is_shared:
         trainer["transport"] = inference["transport"] = "tcp"
         inference.setdefault("gpu_memory_utilization", 0.4)
 

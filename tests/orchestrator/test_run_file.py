@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from orchestrator.errors import ConfigError
 from orchestrator.processes.restarts import EXIT_CONFIG
-from splice import machine, up
+from splice import cli, machine, up
 from splice.cli import app
 from splice.client import SpliceClient
 from splice.cluster import Cluster
@@ -455,3 +455,19 @@ def test_as_many_ranks_as_the_sizes_need(tmp_path):
     overrides = ["trainer.parallel.tensor=2", "trainer.parallel.pipeline=2"]
     run = load(written(tmp_path), [*overrides, "trainer.parallel.expert=4"])
     assert run.trainer.parallel.world_size == 8
+
+
+def test_the_trainers_gpus_are_the_files_and_not_the_shells(tmp_path, monkeypatch):
+    for name in ("OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("SPLICE_ENDPOINT", "tcp://head:401")
+    monkeypatch.setenv("SPLICE_RUN_TOKEN", TOKEN)
+    seen = {}
+    monkeypatch.setattr(cli, "log_to_stderr", lambda: None)
+    monkeypatch.setattr(cli.trainer_host, "run", lambda *_, **__: seen.update(os.environ) or 0)
+    overrides = ("device=cuda", "trainer.gpus=[2, 3]", "inference.gpus=[0]")
+    overrides += ("trainer.parallel.tensor=2",)
+    words = [word for override in overrides for word in ("--set", override)]
+    done = CliRunner().invoke(app, ["trainer", str(written(tmp_path)), *words])
+    assert done.exit_code == 0, done.output
+    assert seen["CUDA_VISIBLE_DEVICES"] == "2,3" and seen["OMP_NUM_THREADS"] == "1"

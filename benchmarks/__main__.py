@@ -31,11 +31,22 @@ BENCHMARKS = {
     "loop": "whole RL steps: seconds by phase, share of idle time",
     "replay": "a MoE's log-prob gap with and without router replay",
     "soak": "hundreds of jobs with crashes of the trainer: what grows, what is lost",
+    "failures": "jobs that fail, each followed by ordinary ones: seconds until all is whole again",
     "convergence": "reward, KL and log-prob gap, against a control in one process",
     "learning": "a pretrained model learns, against a control in one process",
     "fidelity": "what a served version has of a LoRA update, for each way of rounding",
 }
-WITH_INFERENCE = ("sync", "pause", "tinker", "loop", "replay", "soak", "convergence", "learning")
+WITH_INFERENCE = (
+    "sync",
+    "pause",
+    "tinker",
+    "loop",
+    "replay",
+    "soak",
+    "failures",
+    "convergence",
+    "learning",
+)
 """Those that start a cluster; they need an inference environment (SPLICE_INFERENCE_PYTHON or
 .venv-inference).
 """

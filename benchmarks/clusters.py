@@ -136,6 +136,7 @@ def cluster_config(
     vllm: Sequence[str] = (),
     keep_versions: int = 0,
     max_restarts: int = 2,
+    loss_modules: Sequence[str] = (),
 ) -> RunFile:
     """One trainer rank and one vLLM, LoRA of rank 16; makes the model in `folder` if it is not
     there.
@@ -144,7 +145,7 @@ def cluster_config(
         run: name of the run's folder in `folder`; a new one for each cluster.
         lora: key of `TARGETS`.
         vllm: more arguments of its server.
-        keep_versions, max_restarts: the orchestrator's, the trainer's.
+        keep_versions, max_restarts, loss_modules: the orchestrator's, the trainer's.
     """
     model = model_in(folder, shape)
     cuda = device == "cuda"
@@ -176,6 +177,7 @@ def cluster_config(
             "admission": "skip",
             "gpus": (trainer_gpu,) if cuda else (),
             "max_restarts": max_restarts,
+            "loss_modules": tuple(loss_modules),
             **transport,
         },
         inference={

@@ -52,9 +52,8 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
     cuda = device == "cuda"
     for packs in only if cuda else ("measured",):
         # The first step of a run has no moments yet.
-        names = ("no-moments", "too-long", "device-assert", "killed")
-        if packs == "fixed":
-            names = ("out-of-memory", "killed")
+        measured = ("no-moments", "too-long", "device-assert", "killed")
+        names = measured if packs == "measured" else ("out-of-memory", "killed")
         with TemporaryDirectory(prefix="splice-bench-") as folder:
             config = clusters.cluster_config(
                 shape,

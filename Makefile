@@ -1,6 +1,6 @@
 # make smoke   from a fresh clone to a served tiny@2, on a CPU
 # make test    the CPU tests, each package in the environment it belongs to
-# make test-all   adds the slow ones: the rest of the parity matrix, repeats, every restart
+# make test-all   adds the slow ones: the rest of the parity matrix, repeats, every restart; make test-slice a tenth of them
 # make check   ruff, formatting, types, links of the docs; make docs builds the site alone, in build/site
 # make chaos   a run under a nemesis for HOURS=2, with a fresh seed, then with real Megatron and vLLM
 # make envs-cuda, make smoke-cuda   the same on a CUDA machine with two GPUs; nothing else here needs one
@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 HOURS ?= 2
 CHAOS_ARGS ?=
 
-.PHONY: help envs envs-both envs-cuda dev smoke smoke-cuda test test-trainer test-orchestrator test-runs test-inference test-all mutants chaos chaos-short check check-code docs lint-fix clean
+.PHONY: help envs envs-both envs-cuda dev smoke smoke-cuda test test-trainer test-orchestrator test-runs test-inference test-all test-slice mutants chaos chaos-short check check-code docs lint-fix clean
 .DEFAULT_GOAL := help
 
 help:
@@ -100,6 +100,12 @@ test-inference:
 # Tests marked `whole` (`tests/conftest.py` lists them) run here only.
 test-all:
 	@$(MAKE) --no-print-directory test PYTEST_ARGS="-m 'not gpu1 and not gpu2 and not gpu4' $(PYTEST_ARGS)"
+
+# A tenth of what only `make test-all` runs, but for the mutants and a shorter week. SLICE is 0 to 9.
+SLICE ?= 0
+test-slice:
+	@SPLICE_WEEK_STEPS=400 $(MAKE) --no-print-directory test PYTEST_ARGS="-m 'whole and not gpu1 and not gpu2 and not gpu4' \
+	--slice=$(SLICE)/10 --deselect tests/trainer_node/test_mutants.py $(PYTEST_ARGS)"
 
 # Wrong versions of the production code; each must be found by the test it names. Part of `make test-all`.
 mutants: dev

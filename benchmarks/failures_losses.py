@@ -11,7 +11,8 @@ import torch
 from trainer_node.training.losses import LossOutput, register_loss
 
 SPARE_BYTES = 16 << 20
-LIMIT_S = 2.0
+LIMIT_S = 0.3
+"""Long enough for the optimizer step, and over before the next job."""
 
 
 def _plain(log_probs_N: torch.Tensor) -> LossOutput:

@@ -147,7 +147,7 @@ def gradients(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
     rows = experts.Rows.of(
         chosen.to(device), torch.bincount(chosen.flatten(), minlength=E).to(device)
     )
-    out = experts._ExpertMlp.apply(x, probs, rows, Stacked, 2.0, *params)
+    out = experts._ExpertMlp.apply(x, probs, rows, Stacked, 2.0, False, *params)
     out.backward(normal(tokens, HIDDEN).bfloat16().to(device, dtype))
     return [t.detach().cpu().float() for t in (out, x.grad, probs.grad, *(p.grad for p in params))]
 

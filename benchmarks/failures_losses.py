@@ -12,7 +12,7 @@ from trainer_node.training.losses import LossOutput, register_loss
 
 SPARE_BYTES = 16 << 20
 LIMIT_S = 0.3
-"""Long enough for the optimizer step, and over before the next job."""
+"""Long enough for the optimizer step. The benchmark sends its next job later."""
 
 
 def _plain(log_probs_N: torch.Tensor) -> LossOutput:

@@ -1,4 +1,4 @@
-"""Differences in the API process between vLLM 0.26 and 0.28 to 0.32.
+"""Differences in the API process between vLLM 0.26 and 0.28 to 0.33.
 
 One function here for each name that moved, each attribute of one version only, and each call that
 gained an argument.
@@ -7,6 +7,8 @@ gained an argument.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib
 import inspect
 import time
 from collections.abc import Callable
@@ -28,15 +30,24 @@ def server_parts() -> tuple[
     Callable[..., Any], Callable[..., Any], Callable[..., None], Callable[..., None]
 ]:
     """(run_server_worker, make_arg_parser, validate_parsed_serve_args, cli_env_setup)."""
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    entry = _first_of("launchers.api_server.entry", "openai.api_server")
+    # 0.33 moved both to `common`.
+    args = _first_of("common.cli_args", "launchers.cli_args", "openai.cli_args")
+    startup = _first_of("common.startup", "serve.utils.api_utils")
+    return (
+        entry.run_server_worker,
+        args.make_arg_parser,
+        args.validate_parsed_serve_args,
+        startup.cli_env_setup,
+    )
 
-    try:
-        from vllm.entrypoints.launchers.api_server.entry import run_server_worker
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    except ImportError:
-        from vllm.entrypoints.openai.api_server import run_server_worker
-        from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
-    return run_server_worker, make_arg_parser, validate_parsed_serve_args, cli_env_setup
+
+def _first_of(*names: str) -> Any:
+    """The first module of `vllm.entrypoints` that this vLLM has."""
+    for name in names:
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(f"vllm.entrypoints.{name}")
+    raise ImportError(f"this vLLM has none of vllm.entrypoints.{', '.join(names)}")
 
 
 def base_model_paths(app: Any) -> list[Any]:

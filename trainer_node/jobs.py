@@ -207,7 +207,7 @@ class Jobs:
         started = time.monotonic()
         batch = steps.batch_of(self._trainer, request.message, request.buffers)
         batch = batch.scoring_all() if message.returns_logprobs else batch
-        sums, logprobs_T = trainer.scored_forward_backward(
+        sums, logprobs_T = trainer.forward_backward(
             batch, message.loss, loss_weight=message.loss_weight
         )
         warnings = []

@@ -275,6 +275,9 @@ def _lay_out(
     def of(flat_T: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(flat_T.numpy()[rows_N])
 
+    def of_given(flat_T: torch.Tensor | None) -> torch.Tensor | None:
+        return None if flat_T is None else of(flat_T)
+
     return MicroBatch(
         tokens_L=tokens_L,
         positions_L=torch.from_numpy(np.concatenate([np.arange(n) for n in pieces])),
@@ -289,11 +292,9 @@ def _lay_out(
         targets_N=of(batch.tokens_T),
         advantages_N=of(batch.advantages_T),
         sampler_logprobs_N=of(batch.sampler_logprobs_T),
-        old_logprobs_N=None if batch.old_logprobs_T is None else of(batch.old_logprobs_T),
-        reference_logprobs_N=None
-        if batch.reference_logprobs_T is None
-        else of(batch.reference_logprobs_T),
-        temperatures_N=None if batch.temperatures_T is None else of(batch.temperatures_T),
+        old_logprobs_N=of_given(batch.old_logprobs_T),
+        reference_logprobs_N=of_given(batch.reference_logprobs_T),
+        temperatures_N=of_given(batch.temperatures_T),
         routed_experts_L=_routing(batch.routed_experts_T, rows_R, places_R, length),
         loss_N=loss_N,
         loss_M=loss_N,

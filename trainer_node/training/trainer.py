@@ -134,24 +134,14 @@ class Trainer(Scorer):
 
     def forward_backward(
         self, batch: Batch, loss: LossSpec, *, loss_weight: float = 1.0
-    ) -> StepSums:
+    ) -> tuple[StepSums, torch.Tensor]:
         """Add the gradient of `loss_weight` times the summed loss to the pending one.
 
-        Nothing is reduced or divided yet.
+        Nothing is reduced or divided yet. The caller runs `check` on the batch first.
 
-        The caller runs `check` on the batch first. Returns the batch's own sums.
-
-        Raises: as `scored_forward_backward`.
-        """
-        return self.scored_forward_backward(batch, loss, loss_weight=loss_weight)[0]
-
-    def scored_forward_backward(
-        self, batch: Batch, loss: LossSpec, *, loss_weight: float = 1.0
-    ) -> tuple[StepSums, torch.Tensor]:
-        """Do `forward_backward`; return the log-probs that the pass computed as well.
-
-        They are [T] on the CPU of every rank, with the adapters' dropout, and 0 where `scored_T`
-        is. A batch that names no `scored_T` gets none.
+        Returns the batch's own sums, and the log-probs that the pass computed: [T] on the CPU of
+        every rank, with the adapters' dropout, and 0 where `scored_T` is. A batch that names no
+        `scored_T` gets none.
 
         Raises:
             LogprobGapError: trainer and sampler are further apart than the loss allows.

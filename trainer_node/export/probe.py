@@ -6,7 +6,7 @@
 tensors' place. So its hooks, tied heads and names are the bridge's own. An alias returns a marker
 under another name. A tensor that no marker changes comes from the checkpoint.
 
-What Bridge alone can convert is named as a task to be streamed.
+What only Bridge can convert is named as a task to be streamed.
 """
 
 from __future__ import annotations

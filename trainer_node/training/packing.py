@@ -32,7 +32,7 @@ class MicroBatch:
     losses need is there for the N scored tokens only, on every context-parallel rank for all of
     them.
 
-    Padding is sequences of its own, so that nothing attends to it, and no longer ones than the
+    Padding is separate sequences, so that nothing attends to it, and no longer ones than the
     batch's longest.
     """
 
@@ -158,7 +158,7 @@ def _spread(lengths: Sequence[int], longest_first: Sequence[int], count: int) ->
 
 class Packs(Sequence[MicroBatch]):
     """A rank's micro-batches on its device, each laid out when it is first asked for: the first
-    one's forward pass waits for itself alone, and the rest is laid out while the device computes.
+    one's forward pass waits only for itself, and the rest is laid out while the device computes.
     """
 
     def __init__(

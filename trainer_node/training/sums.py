@@ -24,12 +24,12 @@ class StepSums:
     logprob_gap: float = 0.0
     logprob_gap_max: float = 0.0
     gap_tokens: int = 0
-    """Loss tokens of the batches whose loss takes the sampler's log-probs; those alone are in
+    """Loss tokens of the batches whose loss takes the sampler's log-probs; only those are in
     `logprob_gap` and `kl_sampler`."""
     kl_sampler: float = 0.0
     kl: float = 0.0
     kl_tokens: int = 0
-    """Loss tokens of the batches that had a KL term; those alone are in `kl`."""
+    """Loss tokens of the batches that had a KL term; only those are in `kl`."""
     entropy: float = 0.0
     num_tokens: int = 0
     """Tokens that carry loss."""

@@ -227,8 +227,7 @@ class Trainer(Scorer):
 
     @property
     def has_room(self) -> bool:
-        """Whether a pack fits into the GPU's memory beside what is there now: as much is free as
-        the largest pack so far took."""
+        """Whether a pack fits into the GPU's free memory, by what the largest pack so far took."""
         if self.model.device.type != "cuda":
             return True
         return free_bytes() >= torch.cuda.max_memory_allocated() - self._resident
@@ -405,7 +404,7 @@ class Trainer(Scorer):
         """Put a planned adapter in the place of the present one; the optimizer starts afresh.
 
         The caller has settled the save in the background, which reads the moments, and finds the
-        pack size anew, all within `changing`.
+        pack size again, all within `changing`.
 
         Returns the batches whose gradients were dropped.
         """

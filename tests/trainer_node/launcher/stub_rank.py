@@ -6,6 +6,7 @@ python -m tests.trainer_node.launcher.stub_rank FOLDER {waits | ends:RANK:CODE |
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -23,6 +24,7 @@ def main() -> None:
         "parent": os.getppid(),
         "random": random.random(),
         "argv": sys.argv[1:],
+        "fla": getattr(importlib.util.find_spec("fla"), "origin", None),
     }
     if action == "joins":
         facts |= joined()

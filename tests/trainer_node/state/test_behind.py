@@ -104,17 +104,15 @@ def job(version: int, folder: Path) -> tuple[dict[str, Any], list[bytes]]:
     return {**fields, **place}, buffers
 
 
-def test_a_killed_trainer_makes_its_step_again(
-    models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_trainer_makes_its_step_again(models, torchrun, tmp_path: Path) -> None:
     """A real process of two ranks dies by SIGKILL while it writes moments; one that is told to end
     writes them first.
     """
     slow = tmp_path / "slow"
     slow.touch()
-    monkeypatch.setenv(slow_save.FILE, str(slow))
     settings = {"ranks": 2, "module": "tests.trainer_node.state.slow_save", "expert": 2}
-    with node(models["moe"], tmp_path, **settings) as (control, process):
+    settings["env"] = {slow_save.FILE: str(slow)}
+    with node(models["moe"], tmp_path, torchrun, **settings) as (control, process):
         control.ok(SaveCheckpoint, version=0, checkpoint_dir=str(tmp_path / "0"))
         fields, buffers = job(1, tmp_path)
         control.ok(TrainMerged, buffers, **fields)
@@ -124,7 +122,7 @@ def test_a_killed_trainer_makes_its_step_again(
             rank.kill()
         assert not psutil.wait_procs(ranks, timeout=30)[1]
     slow.unlink()
-    with node(models["moe"], tmp_path, **settings) as (control, process):
+    with node(models["moe"], tmp_path, torchrun, **settings) as (control, process):
         loaded, _ = control.ok(LoadCheckpoint, checkpoint_dir=str(tmp_path / "1"))
         assert "bit for bit" in loaded["warnings"][0]
         loaded, _ = control.ok(LoadCheckpoint, checkpoint_dir=str(tmp_path / "1"))

@@ -1,7 +1,7 @@
 """A rank without a model: writes its environment to FOLDER/RANK.json, then does what its arguments
 say.
 
-python -m tests.trainer_node.launcher.stub_rank FOLDER {waits | ends:RANK:CODE | joins}
+python -m stub_rank FOLDER {waits | ends:RANK:CODE | joins}
 """
 
 from __future__ import annotations

@@ -84,12 +84,15 @@ class Process:
             str(num_ranks),
             *options,
         ]
-        argv += ["tests.trainer_node.launcher.stub_rank", str(folder), action]
+        # Not as a module of `tests.trainer_node`, which imports torch.
+        argv += ["stub_rank", str(folder), action]
+        env = child_env()
+        env["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent)
         with (folder / "log").open("w") as log:
             self.process = subprocess.Popen(
                 argv,
                 cwd=REPO,
-                env=child_env(),
+                env=env,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -27,7 +27,9 @@ from trainer_node.request import Outcome
     "what", ["crashes", "again", "lost", "full_disk", "stays_full", "mixtures", "waits", "no_base"]
 )
 def test_one_rank(what: str, models, torchrun, tmp_path: Path) -> None:
-    torchrun(1, "state.behind", tmp_path, models["moe"], 1, 1, 1, what)
+    # The files' order and renames, which a crash interrupts, are the same in every model.
+    name = "dense_tied" if what in ("crashes", "again") else "moe"
+    torchrun(1, "state.behind", tmp_path, models[name], 1, 1, 1, what)
 
 
 @pytest.mark.parametrize("what", ["lost", "full_disk"])

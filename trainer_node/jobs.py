@@ -82,8 +82,8 @@ class Jobs:
     # ------------------------------------------------------------ training
 
     def train_merged(self, request: Request[TrainMerged]) -> Outcome:
-        """Take the job's steps and save a checkpoint, its moments behind if the steps could be made
-        again."""
+        """Take the job's steps and save a checkpoint, the moments in the background if the steps
+        could be made again."""
         message, trainer = request.message, self._trainer
         base, behind = self._base(), trainer.behind
         behind.step_waited_s = behind.save_waited_s = 0.0
@@ -124,7 +124,7 @@ class Jobs:
         return None if is_last else checkpoint.base_of(self._trainer)
 
     def train_lora(self, request: Request[TrainLora]) -> Outcome:
-        """Take the job's steps and save the adapter alone."""
+        """Take the job's steps and save only the adapter."""
         self._model.need_adapters("TrainLora (use TrainMerged)")
         folder = request.message.output_dir
         result, train_s = self._train(request)
@@ -207,7 +207,7 @@ class Jobs:
         started = time.monotonic()
         batch = steps.batch_of(self._trainer, request.message, request.buffers)
         batch = batch.scoring_all() if message.returns_logprobs else batch
-        sums, logprobs_T = trainer.scored_forward_backward(
+        sums, logprobs_T = trainer.forward_backward(
             batch, message.loss, loss_weight=message.loss_weight
         )
         warnings = []

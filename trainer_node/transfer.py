@@ -187,7 +187,7 @@ class Transfer:
                 finally:
                     chunks.export.drain()
         except BaseException as error:
-            self.forget_prepared()  # its work may still be queued on streams of its own
+            self.forget_prepared()  # its work may still be queued on its own streams
             self.close()
             self._why_not = f"the last transfer failed ({error}); send OpenTransferGroup first"
             raise

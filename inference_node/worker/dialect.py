@@ -8,6 +8,7 @@ loading vLLM.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
@@ -95,7 +96,7 @@ def convert_moe_weights(
         extra["layer"] = moe_stand_in(layer, tensors)
     w13, w2 = unquantized.convert_to_unquantized_kernel_format(
         backend,
-        moe_config=_copy(method.moe),
+        moe_config=copy.copy(method.moe),
         w13_weight=tensors["w13_weight"],
         w2_weight=tensors["w2_weight"],
         **extra,
@@ -104,14 +105,8 @@ def convert_moe_weights(
     if is_old:
         return converted
     stand_in = moe_stand_in(layer, converted)
-    _copy(method.moe_kernel.fused_experts).process_weights_after_loading(stand_in)
+    copy.copy(method.moe_kernel.fused_experts).process_weights_after_loading(stand_in)
     return {n: p.data for n, p in stand_in._parameters.items() if p is not None}
-
-
-def _copy(value: Any) -> Any:
-    import copy
-
-    return copy.copy(value)
 
 
 def moe_stand_in(
@@ -169,6 +164,3 @@ def moe_prepack_is_skipped_on_reload(method: Any) -> bool:
     """Whether 0.28 to 0.32 skip the packing hook of this method's kernel on updates."""
     kernel = getattr(method, "moe_kernel", None)
     return vllm_version.dialect() != "0.26" and getattr(kernel, "fused_experts", None) is not None
-
-
-# ---------------------------------------------------------------- the API server

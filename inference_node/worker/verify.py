@@ -264,6 +264,3 @@ def zero_sign_correction(tensor: torch.Tensor, region: Region) -> int:
     if not bool(((view == 0) & torch.signbit(view)).any()):
         return 0
     return int(region.digest(view) - region.digest(view + 0.0))
-
-
-# ------------------------------------------ putting the workers' parts together

@@ -8,9 +8,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 import torch
@@ -74,6 +75,26 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return tiny.make_all(tmp_path_factory.mktemp("models"))
 
 
+def _store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+class Started:
+    """Ranks that run in the background, in the process group `pid`."""
+
+    def __init__(self, exit: Path) -> None:
+        self.pid, self.exit, self.store = 0, exit, _store()
+        exit.unlink(missing_ok=True)
+
+    def wait(self, timeout_s: float) -> int:
+        """The first failure's exit code, or 0."""
+        deadline = time.monotonic() + timeout_s
+        while not self.exit.exists():
+            assert time.monotonic() < deadline, f"the ranks run after {timeout_s} s"
+            time.sleep(0.02)
+        return int(self.exit.read_text())
+
+
 class Ranks:
     """Runs `tests.trainer_node.<module>` on n ranks, as torchrun would, from a process that has
     Megatron imported already.
@@ -101,33 +122,54 @@ class Ranks:
         assert self._server.stdin is not None and self._server.stdout is not None
         return self._server.stdout, self._server.stdin
 
-    def __call__(
-        self, num_ranks: int, module: str, *args: object, timeout_s: float = 120.0
-    ) -> None:
-        """Fails the test with the ranks' output if one of them fails or none ends within
-        `timeout_s`.
-        """
+    def _ask(self, module: str, args: Sequence[object], **request: object) -> dict[str, Any]:
         if self._pipes is None:
             self._pipes = self._start()
         answers, requests = self._pipes
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._count += 1
-        log = self._folder / f"{self._count}-{module}.log"
-        request = {
-            "module": f"tests.trainer_node.{module}",
-            "args": list(map(str, args)),
-            "num_ranks": num_ranks,
-            "port": store.port,
-            "log": str(log),
-            "timeout_s": timeout_s,
-        }
+        request |= {"module": module, "args": list(map(str, args))}
         requests.write(json.dumps(request) + "\n")
         requests.flush()
         answer = answers.readline()
         if not answer:
             self._pipes = None  # the next one starts another
             raise RuntimeError(f"the process that forks has ended while {module} ran")
-        codes = json.loads(answer)["codes"]
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def start(
+        self, num_ranks: int, module: str, *args: object, folder: Path, env: dict[str, str]
+    ) -> Started:
+        """Run a module in the background; its output goes to `node.log` in `folder`."""
+        started = Started(folder / "exit")
+        started.pid = self._ask(
+            module,
+            args,
+            num_ranks=num_ranks,
+            port=started.store.port,
+            log=str(folder / "node.log"),
+            timeout_s=600.0,
+            exit=str(started.exit),
+            env=env,
+        )["pid"]
+        return started
+
+    def __call__(
+        self, num_ranks: int, module: str, *args: object, timeout_s: float = 120.0
+    ) -> None:
+        """Fails the test with the ranks' output if one of them fails or none ends within
+        `timeout_s`.
+        """
+        store = _store()
+        self._count += 1
+        log = self._folder / f"{self._count}-{module}.log"
+        codes = self._ask(
+            f"tests.trainer_node.{module}",
+            args,
+            num_ranks=num_ranks,
+            port=store.port,
+            log=str(log),
+            timeout_s=timeout_s,
+        )["codes"]
         output = log.read_text()[-6000:] if log.exists() else ""
         assert codes == [0] * num_ranks, (
             f"exit codes {codes} (null: killed after {timeout_s} s, or after another "

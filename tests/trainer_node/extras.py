@@ -147,7 +147,7 @@ def check_restricted_and_partial_targets(model: Path) -> None:
     allowed = (3, 5, 11)
     picked = values["loss_mask"] == 1
     values["tokens"][picked] = [allowed[i % 3] for i in range(picked.sum())]
-    free = trainer.forward_backward(make_batch(values), LossSpec(name="cross_entropy")).loss
+    free = trainer.forward_backward(make_batch(values), LossSpec(name="cross_entropy"))[0].loss
     assert trainer.drop_pending() == 1
     loss = LossSpec(name="cross_entropy", allowed_token_ids=allowed)
     losses = [

@@ -7,6 +7,9 @@ One JSON request a line on stdin: {"module", "args", "num_ranks", "port", "log",
 JSON answer a line: {"codes": [exit code of each rank]}, null where a rank had to be killed. The
 environment of each rank is torchrun's; the store is the caller's, at `port`. `mutantserver.py`
 forks such a process with another copy of this project's packages in it.
+
+A request with "exit", a file, is answered at once: {"pid"}, of a process that leads a session with
+the ranks. It writes the ranks' exit code into the file when they have ended.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import runpy
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import IO, Any
 
 POLL_S = 0.02
@@ -39,7 +43,21 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
     del megatron, peft
     for line in requests:
         request = json.loads(line)
-        print(json.dumps({"codes": _run(request)}), file=answers, flush=True)
+        answer = {"pid": _start(request)} if "exit" in request else {"codes": _run(request)}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _start(request: dict[str, Any]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()
+    os.environ.update(request["env"])
+    code = next((c for c in _run(request) if c != 0), 0)
+    temp = Path(f"{request['exit']}.new")
+    temp.write_text(str(-signal.SIGKILL if code is None else code))
+    temp.replace(request["exit"])
+    os._exit(0)
 
 
 def _run(request: dict[str, Any]) -> list[int | None]:

@@ -1,4 +1,4 @@
-"""The trainer node as a process under torchrun, driven over a real ROUTER."""
+"""The trainer node as real processes, driven over a real ROUTER."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -19,7 +19,7 @@ from orchestrator.protocol.config import LoraConfig, ParallelConfig, TrainerConf
 from orchestrator.protocol.curve import server_keys
 from orchestrator.protocol.frames import decode, encode, from_wire, to_wire
 from orchestrator.protocol.messages import Heartbeat, Welcome
-from tests.trainer_node.conftest import REPO, child_env
+from tests.trainer_node.conftest import REPO, Ranks, Started, child_env
 
 TOKEN = "a-token"
 
@@ -100,14 +100,17 @@ class Orchestrator:
 def node(
     model: Path,
     folder: Path,
+    forks: Ranks | None,
     *,
     ranks: int = 1,
     module: str = "trainer_node",
     collective_timeout_s: float = 30,
     admission: str = "skip",
     dtype: str | None = None,
+    env: Mapping[str, str] | None = None,
     **parallel,
-) -> Iterator[tuple[Orchestrator, subprocess.Popen]]:
+) -> Iterator[tuple[Orchestrator, subprocess.Popen | Started]]:
+    """A trainer node whose ranks are forks; under torchrun if `forks` is None."""
     config = TrainerConfig(
         model=model,
         lora=LoraConfig(rank=4, alpha=8),
@@ -120,33 +123,13 @@ def node(
     path = folder / "trainer.json"
     path.write_text(config.model_dump_json())
     control = Orchestrator()
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        "--max-restarts=0",
-    ]
-    command += [
-        "-m",
-        module,
-        "--endpoint",
-        control.endpoint,
-        "--node-id",
-        "trainer",
-        "--config",
-        str(path),
-    ]
-    with (folder / "node.log").open("w") as log:
-        process = subprocess.Popen(
-            command,
-            cwd=REPO,
-            env={**child_env(), "SPLICE_RUN_TOKEN": TOKEN},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+    arguments = ["--endpoint", control.endpoint, "--node-id", "trainer", "--config", str(path)]
+    env = {"SPLICE_RUN_TOKEN": TOKEN, **(env or {})}
+    process: subprocess.Popen | Started
+    if forks is not None:
+        process = forks.start(ranks, module, *arguments, folder=folder, env=env)
+    else:
+        process = _under_torchrun(ranks, [module, *arguments], folder / "node.log", env)
     try:
         control.ready = control.pump(until="Ready", deadline_s=180.0).message
         yield control, process
@@ -156,14 +139,23 @@ def node(
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
+        if isinstance(process, subprocess.Popen):
+            process.wait(10)
         control.close()
 
 
-def rank_process(torchrun: subprocess.Popen, rank: int) -> psutil.Process:
-    ranks = [
-        p
-        for p in psutil.Process(torchrun.pid).children()
-        if "trainer_node" in " ".join(p.cmdline())
-    ]
-    return next(p for p in ranks if p.environ().get("RANK") == str(rank))
+def _under_torchrun(
+    ranks: int, arguments: list[str], log: Path, env: dict[str, str]
+) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=0"]
+    command += [f"--nproc-per-node={ranks}", "-m", *arguments]
+    env = child_env() | env
+    with log.open("w") as file:
+        return subprocess.Popen(
+            command, cwd=REPO, env=env, stdout=file, stderr=file, start_new_session=True
+        )
+
+
+def rank_process(process: subprocess.Popen | Started, rank: int) -> psutil.Process:
+    below = psutil.Process(process.pid).children(recursive=True)
+    return next(p for p in below if p.name() == f"splice-rank-{rank}")

@@ -1,4 +1,4 @@
-"""The node as a process under torchrun, driven over a real ROUTER, sending to a real TCP receiver
+"""The node as real processes, driven over a real ROUTER, sending to a real TCP receiver
 in this process.
 """
 
@@ -50,7 +50,7 @@ from orchestrator.protocol.messages import (
     batch_specs,
 )
 from tests.trainer_node import bounds
-from tests.trainer_node.conftest import REPO, child_env
+from tests.trainer_node.conftest import REPO, Started, child_env
 from tests.trainer_node.data import arrays, training
 from tests.trainer_node.harm import spoil
 from tests.trainer_node.served_node import TOKEN, Orchestrator, node, rank_process
@@ -216,11 +216,13 @@ def check_that_rot_is_refused(control: Orchestrator, whole: Path, *, ranks: int)
 @pytest.mark.parametrize(
     ("name", "ranks", "parallel"), [("dense_tied", 1, {}), ("moe", 2, {"expert": 2})]
 )
-def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: Path) -> None:
+def test_a_whole_life(
+    name: str, ranks: int, parallel: dict, models, torchrun, tmp_path: Path
+) -> None:
     """Every request, failures in between, and a clean end."""
     from tests.trainer_node.references import peft_merged
 
-    with node(models[name], tmp_path, ranks=ranks, **parallel) as (control, process):
+    with node(models[name], tmp_path, torchrun, ranks=ranks, **parallel) as (control, process):
         assert control.hello.run_token == TOKEN
         assert control.hello.packages["megatron-core"]
         assert control.ready.detail["trainable_parameters"] > 0
@@ -357,14 +359,14 @@ def check_chunks(
     ("name", "ranks", "parallel"), [("dense_tied", 2, {"tensor": 2}), ("moe", 2, {"expert": 2})]
 )
 def test_several_ranks_send_in_the_receivers_order(
-    name: str, ranks: int, parallel: dict, models, tmp_path: Path
+    name: str, ranks: int, parallel: dict, models, torchrun, tmp_path: Path
 ) -> None:
     """Whole and part; a receiver that leaves in the middle and one that never comes: the next send
     has the right bytes.
     """
     from tests.trainer_node.references import peft_merged
 
-    with node(models[name], tmp_path, ranks=ranks, **parallel) as (control, process):
+    with node(models[name], tmp_path, torchrun, ranks=ranks, **parallel) as (control, process):
         manifest = Manifest.model_validate(control.ok(PlanPublication)[0])
         part = manifest.part(manifest.changed)
         whole_layout, part_layout = layout_of(manifest, 6), layout_of(part, 4)
@@ -404,7 +406,7 @@ def test_several_ranks_send_in_the_receivers_order(
 
 
 def check_that_one_rank_fails_for_all(
-    control: Orchestrator, process: subprocess.Popen, folder: Path
+    control: Orchestrator, process: Started, folder: Path
 ) -> None:
     """By exceptions of other libraries' own types; the ranks stay in step, nothing changes, and
     nothing is left on the disk.
@@ -516,7 +518,7 @@ def check_metrics_of_several_steps(control, folder: Path) -> None:
     assert 0 < first["entropy_mean"] < np.log(VOCAB) and whole["kl_sampler_mean"] > 0
 
 
-def test_operations(models, tmp_path: Path) -> None:
+def test_operations(models, torchrun, tmp_path: Path) -> None:
     """Forward, two forward_backward, a step, an export that transformers loads; bad input, a
     skipped step and a dropped gradient.
     """
@@ -534,7 +536,7 @@ def test_operations(models, tmp_path: Path) -> None:
     model = shutil.copytree(models["dense_untied"], tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
-    with node(model, tmp_path, ranks=2, pipeline=2) as (control, process):
+    with node(model, tmp_path, torchrun, ranks=2, pipeline=2) as (control, process):
         assert control.refused(OptimStep).code == "not_ready"
         _, found = control.ok(Forward, scoring, **asked)
         first = np.frombuffer(found[0], np.float32)
@@ -670,11 +672,11 @@ def test_operations(models, tmp_path: Path) -> None:
         ]
 
 
-def test_a_lost_replica_and_no_joiner(models, tmp_path: Path) -> None:
+def test_a_lost_replica_and_no_joiner(models, torchrun, tmp_path: Path) -> None:
     """Nobody joins: the deadline ends it. A replica that goes away: the send fails. The node serves
     on.
     """
-    with node(models["dense_untied"], tmp_path) as (control, _):
+    with node(models["dense_untied"], tmp_path, torchrun) as (control, _):
         alone = {"transport": "tcp", "replicas": {"inference-0": 1}}
         assert (
             control.refused(OpenTransferGroup, deadline_s=1.0, **alone).code == "transfer_timeout"
@@ -694,13 +696,18 @@ def test_a_lost_replica_and_no_joiner(models, tmp_path: Path) -> None:
 
 
 def test_a_model_that_only_bridge_can_export_is_sent_in_manifest_order(
-    models, tmp_path: Path
+    models, torchrun, tmp_path: Path
 ) -> None:
     """Whole and part. Of a replica that takes nothing the ranks hear before they give up waiting in
     the export's collectives.
     """
     with node(
-        models["dense_untied"], tmp_path, ranks=2, module="tests.trainer_node.bridged", tensor=2
+        models["dense_untied"],
+        tmp_path,
+        torchrun,
+        ranks=2,
+        module="tests.trainer_node.bridged",
+        tensor=2,
     ) as (control, _):
         manifest = Manifest.model_validate(control.ok(PlanPublication)[0])
         part = manifest.part(manifest.changed)
@@ -729,22 +736,24 @@ def test_a_dead_rank_ends_the_node(models, tmp_path: Path) -> None:
     """Rank 1 is killed: torchrun ends the rest, with an exit code that says so, long before any
     collective's deadline.
     """
-    with node(models["dense_untied"], tmp_path, ranks=2) as (_, process):
+    with node(models["dense_untied"], tmp_path, None, ranks=2) as (_, process):
         rank_process(process, 1).kill()
         assert process.wait(90) != 0
 
 
-def test_ranks_wait_longer_for_the_first_check_than_for_each_other(models, tmp_path: Path) -> None:
+def test_ranks_wait_longer_for_the_first_check_than_for_each_other(
+    models, torchrun, tmp_path: Path
+) -> None:
     """The check of a model without a report takes half a minute and more."""
     checked = {"admission": "check", "collective_timeout_s": slow_check.CHECK_S / 2}
     module, model = slow_check.__name__, models["dense_untied"]
-    with node(model, tmp_path, ranks=2, module=module, **checked):
+    with node(model, tmp_path, torchrun, ranks=2, module=module, **checked):
         pass
 
 
 def test_the_ranks_end_with_a_killed_torchrun(models, tmp_path: Path) -> None:
     """Else they hold their GPUs beside the next ones, until they miss the orchestrator."""
-    with node(models["dense_untied"], tmp_path) as (_, process):
+    with node(models["dense_untied"], tmp_path, None) as (_, process):
         ranks = psutil.Process(process.pid).children(recursive=True)
         assert any("trainer_node" in " ".join(p.cmdline()) for p in ranks)
         process.kill()

@@ -38,7 +38,7 @@ class _Adapter(nn.Module):
     """A and B of each HF linear in a Megatron parameter, cut as the parameter is."""
 
     has_partial_a = False
-    """A tensor rank's gradient of a whole A is of its rows of B alone."""
+    """A tensor rank's gradient of a whole A is only of its rows of B."""
 
     def __init__(
         self, *, linears: Sequence[Linear], lora: LoraConfig, seed: int, device: torch.device
@@ -170,7 +170,7 @@ class DenseAdapter(_Adapter):
         out_features: of the Megatron linear on this rank.
         dropout: the set's dropout.
         sequence_parallel: outside the linears this rank has its part of the sequence. Copies then
-            get gradients of this part alone.
+            get gradients of this part only.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class DenseAdapter(_Adapter):
         """Compute scale * A x of all parts: [s, b, I local] -> [s, b, parts with an adapter * R].
 
         Under sequence parallelism s is this rank's part before a column-parallel linear, also
-        behind its fused norm, and after a row-parallel one.
+        after its fused norm, and after a row-parallel one.
         """
         if self._dropout.is_on:
             h = torch.cat(
@@ -320,7 +320,7 @@ class _AddProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         """[..., O], [..., Q], [O, Q] -> [..., O]"""
         ctx.save_for_backward(h, lora_B_OQ)
-        # An alias that is no view: what is compiled behind it (SwiGLU) would else be compiled again
+        # An alias that is no view: what is compiled after it (SwiGLU) would else be compiled again
         # for each shape of a view's base.
         result = out.data if out.is_contiguous() else out.contiguous()
         flat_TO, h_TQ = result.view(-1, out.shape[-1]), h.reshape(-1, h.shape[-1])

@@ -36,7 +36,7 @@ def _mix64(z: torch.Tensor) -> torch.Tensor:
 
 
 def keep_mask(rows_T: torch.Tensor, columns_I: torch.Tensor, *, key: int, p: float) -> torch.Tensor:
-    """bool [T, I]: True with probability 1 - p, a function of the arguments alone.
+    """bool [T, I]: True with probability 1 - p, a function of only the arguments.
 
     Rows and columns (int64) are hashed to 32 bits each, and their exclusive or goes through
     MurmurHash3's finaliser (Appleby 2011).

@@ -26,7 +26,7 @@ from trainer_node.hf.names import decoder_name
 from trainer_node.layout.strides import Layout, NotStridedError
 
 Split = Literal["rows", "columns"] | None
-"""How tensor ranks share a linear; None: each has a copy, or is alone."""
+"""How tensor ranks share a linear; None: each has a copy, or there is only one rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -229,7 +229,7 @@ def _merge_kernel(
         BLOCK_O,
         BLOCK_I,
     )
-    # After the product: addresses that wait beside it take registers of another program.
+    # After the product: addresses that are loaded before it take registers of another program.
     out_offset = tl.load(entry + 3)
     if VECTOR > 1:
         out_offset = tl.multiple_of(out_offset, 16)

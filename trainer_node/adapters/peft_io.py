@@ -85,7 +85,7 @@ def in_file(stacks: Sequence[Stack]) -> list[Stack]:
     """The same under PEFT's names, stacked experts in PEFT's shapes.
 
     PEFT wraps the module once for each of its stacked tensors: the last one's adapter has the
-    module's name, the one before it `base_layer` behind it. A is [E * R, I], B is [O, R * E].
+    module's name, the one before it has `base_layer` after it. A is [E * R, I], B is [O, R * E].
     """
     of_module: dict[str, list[str]] = defaultdict(list)
     for stack in stacks:

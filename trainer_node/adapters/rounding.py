@@ -129,7 +129,7 @@ def thresholds(
 
 
 def content_thresholds(sum_HW: torch.Tensor) -> torch.Tensor:
-    """int32 [H, W] from 0 to 65,535, of fp32 sums that have no place of their own: a hash of an
+    """int32 [H, W] from 0 to 65,535, of fp32 sums that belong to no tensor: a hash of an
     element's bits and its column."""
     x_HW = sum_HW.view(torch.int32) ^ _odd_hash(0, sum_HW.shape[1], sum_HW.device)
     x_HW ^= shifted(x_HW, 16)

@@ -60,7 +60,7 @@ class BridgeExport:
         the export's collectives."""
 
     def start(self, *, limit: float) -> None:
-        """See `WireExport.start`. The collectives have a timeout of their own."""
+        """See `WireExport.start`. The collectives have their own timeout."""
         self._tensors = self._export()
 
     def resident(self, chunk: int) -> torch.Tensor | None:

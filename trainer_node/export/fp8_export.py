@@ -2,7 +2,7 @@
 
     Fp8Export(export, specs, order, ...)    has the methods of `WireExport`
 
-For each chunk the other export fills a scratch with the bf16 tensors behind it. They are quantised
+For each chunk the other export fills a scratch with its bf16 tensors. They are quantised
 there as vLLM would quantise them (`weight_transfer.fp8`). The matrices that share a scale follow
 each other in one chunk, so no scale waits for another chunk. Groups of equal shapes take one pass.
 On a GPU, `fp8_fused` fills most chunks without a scratch; the bytes are the same.
@@ -42,7 +42,7 @@ class Base:
     part: tuple[int, ...]
     """Ascending indices into the trainer's manifest."""
     order: tuple[tuple[int, ...], ...]
-    """For each chunk the tensors behind it, as indices into the part."""
+    """For each chunk its bf16 tensors, as indices into the part."""
     batches: tuple[tuple[Batch | Copy, ...], ...]
 
 
@@ -204,7 +204,7 @@ class Fused(Protocol):
         ...
 
     def forget(self) -> None:
-        """Measure anew."""
+        """Measure again before the next fill."""
         ...
 
     def fill(self, chunk: int, out_B: torch.Tensor) -> None:

@@ -97,7 +97,7 @@ def plan(
     """Plan the chunks that can be merged and quantised in one go; None if there are none.
 
     Args:
-        merger: fills the scratch of every chunk alone.
+        merger: fills the scratch of every chunk without other ranks.
         steps: of each chunk, as `fp8_export` plans them.
         nbytes: of each chunk that is sent.
         scale: alpha / rank.

@@ -56,15 +56,7 @@ class Exporter:
             tasks: only what these of the model's conversion tasks bring, the same on every rank.
         """
         model = self._model
-        pairs = model.bridge.stream_weights_megatron_to_hf(
-            model.modules,
-            model.checkpoint,
-            cpu=False,
-            show_progress=False,
-            conversion_tasks=self._noted(tasks),
-            merge_adapter_weights=False,
-        )
-        for name, tensor in pairs:
+        for name, tensor in model.exported(self._noted(tasks)):
             is_vocab = name in model.checkpoint.vocab_tensors
             yield name, tensor[: model.vocab_size] if is_vocab else tensor
 

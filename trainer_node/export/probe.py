@@ -6,7 +6,7 @@
 tensors' place. So its hooks, tied heads and names are the bridge's own. An alias returns a marker
 under another name. A tensor that no marker changes comes from the checkpoint.
 
-What Bridge alone can convert is named as a task to be streamed.
+What only Bridge can convert is named as a task to be streamed.
 """
 
 from __future__ import annotations
@@ -168,14 +168,7 @@ def _exported(
 
     with alone(numel=0), _each_expert_alone(model.bridge):
         while len(begun) < len(todo):
-            pairs = model.bridge.stream_weights_megatron_to_hf(
-                model.modules,
-                model.checkpoint,
-                cpu=False,
-                show_progress=False,
-                conversion_tasks=tasks(),
-                merge_adapter_weights=False,
-            )
+            pairs = model.exported(tasks())
             seen = len(begun)
             try:
                 got += ((begun[-1], name, tensor) for name, tensor in pairs)

@@ -53,17 +53,9 @@ class Streamed:
     def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         if not self._tasks:
             return
-        model = self._model
-        pairs = model.bridge.stream_weights_megatron_to_hf(
-            model.modules,
-            model.checkpoint,
-            cpu=False,
-            show_progress=False,
-            conversion_tasks=[model.conversion_tasks[number] for number in self._tasks],
-            merge_adapter_weights=False,
-        )
+        tasks = [self._model.conversion_tasks[number] for number in self._tasks]
         try:
-            for name, tensor in pairs:
+            for name, tensor in self._model.exported(tasks):
                 spec = self._specs.get(name)
                 if spec is not None:
                     yield name, tensor[: spec.shape[0]] if spec.shape else tensor

@@ -183,7 +183,7 @@ class WireExport:
 
         Args:
             limit: `time.monotonic()` up to which a rank waits for another. Bridge's collectives,
-                where it converts tensors, have a timeout of their own.
+                where it converts tensors, have their own timeout.
 
         Raises:
             OutOfStep: a collective failed.
@@ -193,7 +193,7 @@ class WireExport:
 
     @property
     def merger(self) -> Merger | None:
-        """On rank 0: what fills every chunk alone. None: other ranks have pieces."""
+        """On rank 0: what fills every chunk without other ranks. None: other ranks have pieces."""
         chunks = range(self._placed.num_chunks)
         return None if any(self._placed.members(k) for k in chunks) else self._own
 

@@ -6,12 +6,12 @@
     settle     waits for the end of the save, and says how it ended
 
 There is one save at a time. While weights are sent its threads begin no span of a file: they would
-keep the sending one from its next launch, and generation pauses meanwhile. The copy and spans under
-way go on. Without room for a copy the
-thread reads the live moments, and `may_step` waits for the whole save. The copy is always on the
-host, because packs are as large as the device's memory takes. The thread's collectives have a
-process group of their own, so the trainer's requests need not wait for them. If the process ends
-first, the moments are not there; `remake` says what a load then does.
+keep the sending one from its next launch, and generation pauses meanwhile. A copy or span that has
+begun continues. Without room for a copy the thread reads the live moments, and `may_step` waits for
+the whole save. The copy is always on the host, because packs are as large as the device's memory
+takes. The thread's collectives have a separate process group, so the trainer's requests need not
+wait for them. If the process ends first, the moments are not there; `remake` says what a load then
+does.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class Behind:
 
 @contextlib.contextmanager
 def _or_reads_them() -> Iterator[None]:
-    """Without memory go on: a rank that left would keep the others waiting."""
+    """Continue without memory: a rank that left would keep the others waiting."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

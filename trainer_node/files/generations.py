@@ -130,7 +130,7 @@ def finish(
 
     Args:
         hashes: name -> hash (`hashing`) of files that are hashed already; others are read.
-        apart: folders within it that later become generations of their own.
+        apart: folders within it that later become separate generations.
     """
     temp, known = new_folder(folder), dict(hashes or {})
     paths = _files(temp)

@@ -44,8 +44,8 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a safetensors file, readable by whom the user's umask lets: the library's own are the
-    user's alone."""
+    """Write a safetensors file, readable by whom the user's umask lets: the library's own are only
+    the user's."""
     path.touch()
     mode = path.stat().st_mode
     save_file(dict(tensors), path, metadata={"format": "pt"})

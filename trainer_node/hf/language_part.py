@@ -1,7 +1,7 @@
 """The language part of a model that sees: it trains on text, and its towers keep their weights.
 
 transformers nests the language model, so a checkpoint's tensors have `language_model.` in their
-names, and towers' tensors lie beside them. Bridge builds the language part alone, by its own text
+names, and towers' tensors are next to them. Bridge builds only the language part, by its own text
 architecture. Here its mappings get the checkpoint's names, and its export the towers' tensors.
 """
 
@@ -96,7 +96,7 @@ def use_names(bridge: Any, names: Collection[str]) -> None:
 
 
 def towers(names: Iterable[str]) -> list[str]:
-    """The checkpoint's tensors of towers. Scales of block-scaled FP8 are no tensors of their own:
+    """The checkpoint's tensors of towers. Scales of block-scaled FP8 are not separate tensors:
     they are read with their weights."""
     names = list(names)
     if prefix_of(names) is None:

@@ -61,7 +61,7 @@ def layouts(task: Any, bridge: Any, state: Mapping[str, torch.Tensor]) -> dict[s
         config = getattr(task.megatron_module, "config", None)
         answers = _probe(task, state)
         if not answers.keys() <= roles.keys():
-            return _stacked(task, answers)  # names of its own making
+            return _stacked(task, answers)  # names that it makes itself
         known[signature] = (config, {roles[name]: answer for name, answer in answers.items()})
     by_role = known[signature][1]
     named = {name: by_role[role] for name, role in roles.items() if role in by_role}

@@ -429,7 +429,7 @@ def obstacle(config: Any, device: torch.device) -> str | None:
     """What keeps a model's experts from this module; None: nothing.
 
     It computes SwiGLU without bias, of experts whole on a rank, with sizes in steps of 16 bytes on
-    a GPU. Experts that every token takes stay Megatron's beside it.
+    a GPU. Experts that every token takes stay Megatron's.
     """
     sizes = (config.hidden_size, config.moe_ffn_hidden_size)
     if not config.gated_linear_unit or config.activation_func is not functional.silu:

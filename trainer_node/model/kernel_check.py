@@ -1,7 +1,7 @@
 """Checks the attention kernels that this GPU's TransformerEngine and cuDNN give a model.
 
     each kind of attention layer -> random packed queries, keys and values in bf16
-    -> output and gradients by the layer, and in fp32 by torch -> they differ by rounding alone
+    -> output and gradients by the layer, and in fp32 by torch -> they differ only by rounding
 
 A wrong backward pass shows nowhere else: cuDNN 9.14 had the right output for heads of 256, and
 other gradients. Gated delta rules are not compared.

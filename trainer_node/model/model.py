@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +97,19 @@ class Model:
     def scale(self) -> float:
         """alpha / rank."""
         return self.config.lora.alpha / self.config.lora.rank
+
+    def exported(self, tasks: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (HF name, tensor) of conversion tasks by Bridge's export, without adapters. A
+        collective."""
+        pairs: Iterator[tuple[str, torch.Tensor]] = self.bridge.stream_weights_megatron_to_hf(
+            self.modules,
+            self.checkpoint,
+            cpu=False,
+            show_progress=False,
+            conversion_tasks=tasks,
+            merge_adapter_weights=False,
+        )
+        return pairs
 
     def close(self) -> None:
         """Leave the process groups. Safe to call twice."""

@@ -2,7 +2,7 @@
 
 Bridge reads the HF config; `prepare` sets what the trainer decides (topology, precision, fusions)
 and what Bridge takes for granted but HF's config says otherwise. `settle` does the same for the
-built model. The CPU tier differs in `cpu_shims.without_cuda` alone.
+built model. The CPU tier differs only in `cpu_shims.without_cuda`.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def _has_delta_nets(provider: Any) -> bool:
 def settle(model: Any, provider: Any) -> None:
     """Put right what Bridge 0.6.2 builds otherwise than HF has it.
 
-    Every norm gets the config's epsilon: those behind Gemma3's projections have TransformerEngine's
+    Every norm gets the config's epsilon: those after Gemma3's projections have TransformerEngine's
     1e-5. A norm over all heads of a tensor-parallel model gets its whole gradient. Sinks, which
     TransformerEngine keeps in fp32 (and converts in each pass), get the model's dtype.
 

@@ -9,7 +9,7 @@ import torch
 
 
 def seed(value: int, device: torch.device) -> None:
-    """Seed the generators anew."""
+    """Seed the generators."""
     torch.manual_seed(value)
     if device.type == "cuda":
         from megatron.core import tensor_parallel

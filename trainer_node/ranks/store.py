@@ -9,6 +9,6 @@ STORE_FD = "SPLICE_STORE_FD"
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen on this address alone: a TCPStore's own socket listens on all. Port 0: any."""
+    """Listen only on this address: a TCPStore's own socket listens on all. Port 0: any."""
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server(address[:2], family=family, backlog=1024)

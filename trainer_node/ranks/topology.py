@@ -58,7 +58,7 @@ def join(config: TrainerConfig) -> torch.device:
 
 
 def tensor_group(*, expert: bool) -> Any:
-    """The ranks that a linear is split over; experts have a group of their own."""
+    """The ranks that a linear is split over; experts have their own group."""
     from megatron.core import parallel_state
 
     return (

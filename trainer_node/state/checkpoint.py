@@ -6,14 +6,14 @@
     rank_<r>.pt    RNG of each rank
     meta.json      version, topology, LoRA settings, rounding of the merge, counters, the step of
                    each part, the client's state
-    remake.bin     only if the moments are written behind: the request that made this state
+    remake.bin     only if moments are written in the background: the request of this state
     COMPLETE       written last: every file's size and hash
 
 `weights/` and `state/` have torch.distributed.checkpoint's files, known as torch_dist, with every
 tensor whole under its HF name (`sharded_state`). Any topology can therefore load any other's files.
-RNG states belong to a rank: another topology seeds its generators anew, and `Loaded` says so.
+RNG states belong to a rank: another topology seeds its generators again, and `Loaded` says so.
 
-A checkpoint is written beside its target, flushed, marked, and then moved there (`generations`). At
+A checkpoint is written next to its target, flushed, marked, and then moved (`generations`). At
 every instant one whole generation exists, and `load` finds it. `load` refuses a folder without its
 marker, or with a missing, additional or changed file. `save` and `load` are collectives. A failure
 on one rank fails all ranks.
@@ -151,7 +151,7 @@ def _write(
     step: Step | None,
     meanwhile: Meanwhile,
 ) -> dict[str, str]:
-    """Write the files beside the target. Returns the hashes of those that all ranks wrote."""
+    """Write the files next to the target. Returns the hashes of those that all ranks wrote."""
     rank, temp, model = dist.get_rank(), generations.new_folder(folder), trainer.model
     began = False
     hashes: dict[str, str] = {}
@@ -233,7 +233,7 @@ def _left(writings: Sequence[Writing]) -> Callable[[], float | None]:
     return left_s
 
 
-# ---------------------------------------------------------------- moments behind
+# ---------------------------------------------------------------- moments in the background
 
 
 def settle(trainer: Trainer) -> bool:
@@ -310,7 +310,7 @@ def _write_state(
     device: torch.device,
     wait_turn: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write the moments into their checkpoint, as a generation of their own. A collective over a
+    """Write the moments into their checkpoint, as a separate generation. A collective over a
     CPU group."""
     state, is_root = folder / STATE, dist.get_rank() == 0
     temp = generations.new_folder(state)
@@ -337,7 +337,7 @@ def _write_state(
 
 
 def delete(folder: Path) -> None:
-    """Delete a checkpoint of ours, on rank 0 alone; a missing one is skipped.
+    """Delete a checkpoint of ours, only on rank 0; a missing one is skipped.
 
     Raises:
         CheckpointError: it is not ours.
@@ -358,7 +358,7 @@ def check_ours(folder: Path) -> None:
 
 
 def _generations(folder: Path) -> tuple[Path, Path, Path]:
-    """A checkpoint's folders, first what a crash left beside it: a load of this name could find an
+    """A checkpoint's folders, first what a crash left next to it: a load of this name could find an
     older state.
     """
     folder = real(folder)

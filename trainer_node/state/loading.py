@@ -65,7 +65,7 @@ class Loaded:
     dropped_batches: int
     """Batches whose pending gradients were dropped."""
     rng_restored: bool
-    """False: another topology wrote it, and the generators were seeded anew."""
+    """False: another topology wrote it, and the generators were seeded again."""
     notes: tuple[str, ...] = ()
     """Differences to the state that was saved."""
     adapter_changed: bool = False

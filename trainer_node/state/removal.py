@@ -1,6 +1,6 @@
 """Deletes old checkpoints while the trainer continues.
 
-Gigabytes take seconds to delete, above all beside a save that still writes. A new version does not
+Gigabytes take seconds to delete, above all during a save. A new version does not
 wait for that. There is one removal at a time, and the next one waits for it, so the disk never
 holds more than one job's old checkpoints too many. If the process ends first, folders are left, and
 the orchestrator names them again.

@@ -111,7 +111,7 @@ def save(
     Returns name -> hash (`hashing`) of the files that this rank wrote, the index aside.
 
     Args:
-        writer: shared with other files; None: one of its own, for shards in CPU memory.
+        writer: shared with other files; None: its own one, for shards in CPU memory.
         meanwhile: called on every rank, also one that cannot write, with what the rank writes.
 
     Raises:
@@ -139,7 +139,7 @@ def save(
 
 
 def plan(shards: Mapping[Place, Shard], folder: Path) -> LoadPlan:
-    """Plan the reads into these shards, from the index alone. Not a collective.
+    """Plan the reads into these shards, only from the index. Not a collective.
 
     Raises:
         CheckpointError: a tensor is not there, not whole, or has another shape; names it.

@@ -1,1 +1,1 @@
-"""Programs beside the trainer: small checkpoints, and the independent reference."""
+"""Programs next to the trainer: small checkpoints, and the independent reference."""

@@ -403,8 +403,8 @@ def lower_limits(
     """Lower numbers in a folder's config.json that have an effect only when they are lower: a limit
     that never binds would not be compared. Returns their paths.
 
-    Numbers of positions stay, nested ones (of the rotary embedding) too: the trainer knows some of
-    their values alone.
+    Numbers of positions stay, nested ones (of the rotary embedding) too: the trainer knows only
+    some of their values.
     """
     file = folder / "config.json"
     raw, lowered = json.loads(file.read_text()), set()

@@ -1,4 +1,4 @@
-"""Writes a PEFT adapter that changes nothing (B is zero), from a model's config.json alone.
+"""Writes a PEFT adapter that changes nothing (B is zero), only from a model's config.json.
 
     python -m trainer_node.tools.identity_adapter --model FOLDER --out FOLDER [--rank 8 --alpha
     16 --targets q_proj,v_proj --seed 1234]
@@ -64,7 +64,7 @@ def linear_shapes(config: Any, targets: Sequence[str]) -> dict[str, tuple[int, i
         for name, module in modules.items()
         if isinstance(module, nn.Linear)
         and ".layers." in name
-        # A router stands beside its experts.
+        # A router is in the same module as its experts.
         and module.out_features
         != len(getattr(modules[name.rpartition(".")[0]], "experts", None) or ())
     }

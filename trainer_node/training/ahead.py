@@ -1,7 +1,7 @@
 """Begins the next job's batch while the present job's checkpoint is written.
 
-    NextBatch (the link of rank 0) -> while_writing: pack after pack, beside the threads that write
-    -> take: the job with the same batch and loss continues behind these packs
+    NextBatch (the link of rank 0) -> while_writing: pack after pack, while threads write
+    -> take: the job with the same batch and loss continues after these packs
 
 The weights stay as they are between the two, and a step adds up its packs in order. It is therefore
 the same step. A pack begins if at least half of it fits into the rest of the write, because the
@@ -67,7 +67,7 @@ class Ahead:
         collective.
 
         Args:
-            left_s: asked on rank 0 alone.
+            left_s: asked only on rank 0.
         """
         self.seconds = 0.0
         if not self._all_may():

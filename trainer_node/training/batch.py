@@ -87,10 +87,10 @@ def decode_batch(
     Raises:
         BatchError: names the sequence's index and the field.
     """
-    optional = {n: d for n, d in OPTIONAL_BATCH_TENSORS.items() if any(s.name == n for s in specs)}
-    arrays = _arrays(specs, buffers, wanted=BATCH_TENSORS | optional)
+    arrays = _arrays(specs, buffers, BATCH_TENSORS, OPTIONAL_BATCH_TENSORS)
     check_batch(arrays, vocab_size=vocab_size, max_length=max_length, loss=loss)
-    tensors: dict[str, Any] = {f"{n}_T": torch.from_numpy(arrays[n]) for n in (*_FLOATS, *optional)}
+    names = [n for n in (*_FLOATS, *OPTIONAL_BATCH_TENSORS) if n in arrays]
+    tensors: dict[str, Any] = {f"{n}_T": torch.from_numpy(arrays[n]) for n in names}
     lengths = tuple(int(n) for n in arrays["sequence_lengths"])
     return Batch(
         tokens_T=torch.from_numpy(arrays["tokens"].astype(np.int64)), lengths=lengths, **tensors
@@ -111,21 +111,18 @@ def decode_forward(
     Raises:
         BatchError: names the sequence's index and the field.
     """
-    optional = {
-        n: d for n, d in OPTIONAL_FORWARD_TENSORS.items() if any(s.name == n for s in specs)
-    }
-    arrays = _arrays(specs, buffers, wanted=FORWARD_TENSORS | optional)
+    arrays = _arrays(specs, buffers, FORWARD_TENSORS, OPTIONAL_FORWARD_TENSORS)
     _check_sequences(arrays, vocab_size=vocab_size, max_length=max_length)
     if allowed_token_ids is not None:
         _check_allowed(allowed_token_ids, vocab_size)
     lengths = tuple(int(n) for n in arrays["sequence_lengths"])
-    mask_T = predicted(lengths)
+    mask_T, given = predicted(lengths), arrays.get("temperatures")
     return Batch(
         tokens_T=torch.from_numpy(arrays["tokens"].astype(np.int64)),
         loss_mask_T=mask_T,
         advantages_T=torch.zeros_like(mask_T),
         sampler_logprobs_T=torch.zeros_like(mask_T),
-        temperatures_T=torch.from_numpy(arrays["temperatures"]) if optional else None,
+        temperatures_T=torch.from_numpy(given) if given is not None else None,
         lengths=lengths,
     )
 
@@ -138,9 +135,13 @@ def predicted(lengths: Sequence[int]) -> torch.Tensor:
 
 
 def _arrays(
-    specs: Sequence[TensorSpec], buffers: Sequence[bytes], *, wanted: dict[str, str]
+    specs: Sequence[TensorSpec],
+    buffers: Sequence[bytes],
+    required: dict[str, str],
+    optional: dict[str, str],
 ) -> dict[str, np.ndarray]:
     found = [(s.name, s.dtype) for s in specs]
+    wanted = required | {n: d for n, d in optional.items() if any(s.name == n for s in specs)}
     if found != list(wanted.items()) or len(buffers) != len(specs):
         raise BatchError(
             f"a batch has the tensors {list(wanted.items())} in this order; got {found}"

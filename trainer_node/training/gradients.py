@@ -3,7 +3,7 @@
 Copies and pieces of a gradient over tensor ranks, as in Megatron-Core 0.19's
 `_allreduce_non_tensor_model_parallel_grads`: a column- or row-parallel weight is split; the norms
 and the router are copied, their gradients complete on each rank, because the inputs' gradients of
-the column-parallel linears behind them are summed; the q and k norms see this rank's heads only,
+the column-parallel linears after them are summed; the q and k norms see this rank's heads only,
 and with sequence parallelism every copy sees this rank's positions only: those gradients are parts,
 to be added.
 """
@@ -25,7 +25,7 @@ BUCKET_ELEMENTS = 1 << 26
 
 
 def buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield consecutive tensors of at most `BUCKET_ELEMENTS`, unless one alone is larger."""
+    """Yield consecutive tensors of at most `BUCKET_ELEMENTS`, unless a single one is larger."""
     bucket: list[torch.Tensor] = []
     filled = 0
     for tensor in tensors:

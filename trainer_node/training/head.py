@@ -88,7 +88,7 @@ class _Head:
         return values_N.index_select(0, self.learned_N)
 
     def of_learned(self) -> _Head:
-        """Return the head of the positions with a gradient alone."""
+        """Return the head of only the positions with a gradient."""
         local_N, temperatures_N1 = map(self.learned, (self.local_N, self.temperatures_N1))
         return replace(self, local_N=local_N, temperatures_N1=temperatures_N1, learned_N=None)
 

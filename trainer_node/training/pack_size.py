@@ -170,7 +170,7 @@ def _peak(trainer: Trainer, tokens: int) -> int:
 
 
 def _room(trainer: Trainer) -> int:
-    """Bytes that a pass may take, besides gradients and moments. No probe may be allocated."""
+    """Bytes that a pass may take in addition to gradients and moments; no probe is allocated."""
     grads = sum(4 * p.param.numel() for p in trainer.model.params)
     moments = sum(
         8 * p.param.numel() for p, found in trainer.optimizer.tensors() if len(found) == 1

@@ -32,7 +32,7 @@ class MicroBatch:
     losses need is there for the N scored tokens only, on every context-parallel rank for all of
     them.
 
-    Padding is sequences of its own, so that nothing attends to it, and no longer ones than the
+    Padding is separate sequences, so that nothing attends to it, and no longer ones than the
     batch's longest.
     """
 
@@ -158,7 +158,7 @@ def _spread(lengths: Sequence[int], longest_first: Sequence[int], count: int) ->
 
 class Packs(Sequence[MicroBatch]):
     """A rank's micro-batches on its device, each laid out when it is first asked for: the first
-    one's forward pass waits for itself alone, and the rest is laid out while the device computes.
+    one's forward pass waits only for itself, and the rest is laid out while the device computes.
     """
 
     def __init__(
@@ -275,6 +275,9 @@ def _lay_out(
     def of(flat_T: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(flat_T.numpy()[rows_N])
 
+    def of_given(flat_T: torch.Tensor | None) -> torch.Tensor | None:
+        return None if flat_T is None else of(flat_T)
+
     return MicroBatch(
         tokens_L=tokens_L,
         positions_L=torch.from_numpy(np.concatenate([np.arange(n) for n in pieces])),
@@ -289,11 +292,9 @@ def _lay_out(
         targets_N=of(batch.tokens_T),
         advantages_N=of(batch.advantages_T),
         sampler_logprobs_N=of(batch.sampler_logprobs_T),
-        old_logprobs_N=None if batch.old_logprobs_T is None else of(batch.old_logprobs_T),
-        reference_logprobs_N=None
-        if batch.reference_logprobs_T is None
-        else of(batch.reference_logprobs_T),
-        temperatures_N=None if batch.temperatures_T is None else of(batch.temperatures_T),
+        old_logprobs_N=of_given(batch.old_logprobs_T),
+        reference_logprobs_N=of_given(batch.reference_logprobs_T),
+        temperatures_N=of_given(batch.temperatures_T),
         routed_experts_L=_routing(batch.routed_experts_T, rows_R, places_R, length),
         loss_N=loss_N,
         loss_M=loss_N,

@@ -86,7 +86,7 @@ def train(
     """Take all steps of a job, whose batch has been checked.
 
     A step whose gradient is not finite is skipped, and the next one follows. `max_logprob_gap`
-    applies to the first step alone, because later ones are off policy.
+    applies only to the first step, because later ones are off policy.
 
     Args:
         on_step: called after each step, with the number of steps.

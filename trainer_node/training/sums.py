@@ -6,7 +6,8 @@ end.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import NormalizeBy
@@ -23,12 +24,12 @@ class StepSums:
     logprob_gap: float = 0.0
     logprob_gap_max: float = 0.0
     gap_tokens: int = 0
-    """Loss tokens of the batches whose loss takes the sampler's log-probs; those alone are in
+    """Loss tokens of the batches whose loss takes the sampler's log-probs; only those are in
     `logprob_gap` and `kl_sampler`."""
     kl_sampler: float = 0.0
     kl: float = 0.0
     kl_tokens: int = 0
-    """Loss tokens of the batches that had a KL term; those alone are in `kl`."""
+    """Loss tokens of the batches that had a KL term; only those are in `kl`."""
     entropy: float = 0.0
     num_tokens: int = 0
     """Tokens that carry loss."""
@@ -37,20 +38,9 @@ class StepSums:
     num_sequences: int = 0
 
     def __add__(self, other: StepSums) -> StepSums:
-        return StepSums(
-            loss=self.loss + other.loss,
-            num_clipped=self.num_clipped + other.num_clipped,
-            logprob_gap=self.logprob_gap + other.logprob_gap,
-            logprob_gap_max=max(self.logprob_gap_max, other.logprob_gap_max),
-            gap_tokens=self.gap_tokens + other.gap_tokens,
-            kl_sampler=self.kl_sampler + other.kl_sampler,
-            kl=self.kl + other.kl,
-            kl_tokens=self.kl_tokens + other.kl_tokens,
-            entropy=self.entropy + other.entropy,
-            num_tokens=self.num_tokens + other.num_tokens,
-            num_loss_sequences=self.num_loss_sequences + other.num_loss_sequences,
-            num_sequences=self.num_sequences + other.num_sequences,
-        )
+        names = [f.name for f in fields(self) if f.name != "logprob_gap_max"]
+        sums: dict[str, Any] = {n: getattr(self, n) + getattr(other, n) for n in names}
+        return StepSums(**sums, logprob_gap_max=max(self.logprob_gap_max, other.logprob_gap_max))
 
     @property
     def logprob_gap_mean(self) -> float:

@@ -134,24 +134,14 @@ class Trainer(Scorer):
 
     def forward_backward(
         self, batch: Batch, loss: LossSpec, *, loss_weight: float = 1.0
-    ) -> StepSums:
+    ) -> tuple[StepSums, torch.Tensor]:
         """Add the gradient of `loss_weight` times the summed loss to the pending one.
 
-        Nothing is reduced or divided yet.
+        Nothing is reduced or divided yet. The caller runs `check` on the batch first.
 
-        The caller runs `check` on the batch first. Returns the batch's own sums.
-
-        Raises: as `scored_forward_backward`.
-        """
-        return self.scored_forward_backward(batch, loss, loss_weight=loss_weight)[0]
-
-    def scored_forward_backward(
-        self, batch: Batch, loss: LossSpec, *, loss_weight: float = 1.0
-    ) -> tuple[StepSums, torch.Tensor]:
-        """Do `forward_backward`; return the log-probs that the pass computed as well.
-
-        They are [T] on the CPU of every rank, with the adapters' dropout, and 0 where `scored_T`
-        is. A batch that names no `scored_T` gets none.
+        Returns the batch's own sums, and the log-probs that the pass computed: [T] on the CPU of
+        every rank, with the adapters' dropout, and 0 where `scored_T` is. A batch that names no
+        `scored_T` gets none.
 
         Raises:
             LogprobGapError: trainer and sampler are further apart than the loss allows.
@@ -237,8 +227,7 @@ class Trainer(Scorer):
 
     @property
     def has_room(self) -> bool:
-        """Whether a pack fits into the GPU's memory beside what is there now: as much is free as
-        the largest pack so far took."""
+        """Whether a pack fits into the GPU's free memory, by what the largest pack so far took."""
         if self.model.device.type != "cuda":
             return True
         return free_bytes() >= torch.cuda.max_memory_allocated() - self._resident
@@ -415,7 +404,7 @@ class Trainer(Scorer):
         """Put a planned adapter in the place of the present one; the optimizer starts afresh.
 
         The caller has settled the save in the background, which reads the moments, and finds the
-        pack size anew, all within `changing`.
+        pack size again, all within `changing`.
 
         Returns the batches whose gradients were dropped.
         """

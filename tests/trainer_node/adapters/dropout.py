@@ -37,7 +37,7 @@ def start(model: Path, sizes: list[int], p: float, **options: object) -> Trainer
 
 
 def first_step(trainer: Trainer) -> dict:
-    loss = trainer.forward_backward(make_batch(), LOSS).loss
+    loss = trainer.forward_backward(make_batch(), LOSS)[0].loss
     return {"loss": loss, "gradients": take_gradients(trainer)}
 
 
@@ -50,7 +50,7 @@ def check_steps(trainer: Trainer, result: dict, out: Path) -> None:
     assert all(torch.equal(t, result["gradients"][n]) for n, t in again["gradients"].items())
     batch = make_batch()
     trainer.train_step(batch, LOSS, OptimParams(lr=1e-12, weight_decay=0.0))
-    other = trainer.forward_backward(batch, LOSS).loss
+    other = trainer.forward_backward(batch, LOSS)[0].loss
     assert abs(other - result["loss"]) > 1e-3, "the second step drew the first one's masks"
     trainer.drop_pending()
     checkpoint.save(trainer, out / "saved", version=1)
@@ -64,7 +64,7 @@ def check_steps(trainer: Trainer, result: dict, out: Path) -> None:
 
 def check_cuts(trainer: Trainer) -> None:
     """Other packs, and several calls, draw the same masks for each token."""
-    batch, loss = make_batch(), trainer.forward_backward(make_batch(), LOSS).loss
+    batch, loss = make_batch(), trainer.forward_backward(make_batch(), LOSS)[0].loss
     gradients = take_gradients(trainer)
     usual = trainer.micro_batch_tokens
     for budget, pieces in (
@@ -73,7 +73,7 @@ def check_cuts(trainer: Trainer) -> None:
         (16, [part(batch, 0, 2), part(batch, 2, 5)]),
     ):
         trainer.micro_batch_tokens = budget
-        total = sum(trainer.forward_backward(piece, LOSS).loss for piece in pieces)
+        total = sum(trainer.forward_backward(piece, LOSS)[0].loss for piece in pieces)
         assert abs(total - loss) <= bounds.loss(count=batch.num_loss_tokens), budget
         close(take_gradients(trainer), gradients, relative=bounds.gradients())
     trainer.micro_batch_tokens = usual
@@ -115,7 +115,7 @@ def check_one_rank(trainer: Trainer, result: dict, model: Path, out: Path) -> No
         torch.testing.assert_close(
             a, b, rtol=tolerance, atol=tolerance, msg=lambda m: f"a forward pass dropped: {m}"
         )
-    assert abs(plain.forward_backward(batch, LOSS).loss - result["loss"]) > 1e-3
+    assert abs(plain.forward_backward(batch, LOSS)[0].loss - result["loss"]) > 1e-3
     plain.model.close()
     build.COMPILE_BACKEND = "eager"
     for options in ({"recompute": "full"}, {"compile": True, "micro_batch_tokens": 200})[

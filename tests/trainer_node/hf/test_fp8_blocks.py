@@ -96,11 +96,11 @@ def test_an_export_like_another_model_is_refused() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_an_fp8_checkpoint_is_trained_and_exported_as_fp8(tmp_path: Path) -> None:
+def test_an_fp8_checkpoint_is_trained_and_exported_as_fp8(torchrun, tmp_path: Path) -> None:
     """The FP8 export has the bytes that a publication of the bf16 export sends."""
     model = tmp_path / "model"
     stored = checkpoint(model)
-    with node(model, tmp_path, ranks=2, tensor=2, dtype="bfloat16") as (control, _):
+    with node(model, tmp_path, torchrun, ranks=2, tensor=2, dtype="bfloat16") as (control, _):
         plain, like = tmp_path / "plain", tmp_path / "like"
         control.ok(ExportHf, output_dir=str(plain))
         control.ok(ExportHf, output_dir=str(like), fp8_like=str(model), shard_bytes=300_000)

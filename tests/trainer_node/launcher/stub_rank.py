@@ -1,11 +1,12 @@
 """A rank without a model: writes its environment to FOLDER/RANK.json, then does what its arguments
 say.
 
-python -m tests.trainer_node.launcher.stub_rank FOLDER {waits | ends:RANK:CODE | joins}
+python -m stub_rank FOLDER {waits | ends:RANK:CODE | joins}
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -23,6 +24,7 @@ def main() -> None:
         "parent": os.getppid(),
         "random": random.random(),
         "argv": sys.argv[1:],
+        "fla": getattr(importlib.util.find_spec("fla"), "origin", None),
     }
     if action == "joins":
         facts |= joined()

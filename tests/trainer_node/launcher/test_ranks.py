@@ -84,12 +84,15 @@ class Process:
             str(num_ranks),
             *options,
         ]
-        argv += ["tests.trainer_node.launcher.stub_rank", str(folder), action]
+        # Not as a module of `tests.trainer_node`, which imports torch.
+        argv += ["stub_rank", str(folder), action]
+        env = child_env()
+        env["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent)
         with (folder / "log").open("w") as log:
             self.process = subprocess.Popen(
                 argv,
                 cwd=REPO,
-                env=child_env(),
+                env=env,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -191,24 +194,17 @@ def test_what_a_fork_would_not_survive_is_refused() -> None:
     assert check_can_fork("cpu") is None or threading.active_count() > 1
 
 
-def test_a_template_leaves_flash_linear_attention_alone(tmp_path: Path) -> None:
-    """Its import initialises CUDA's driver."""
+def test_forked_ranks_draw_different_numbers(monkeypatch, tmp_path: Path) -> None:
+    """They share a template; what it has drawn, or would draw, is not theirs. The template does not
+    import Flash Linear Attention, whose import initialises CUDA's driver."""
     (tmp_path / "fla.py").write_text("raise RuntimeError('imported')")
-    code = (
-        "from trainer_node.launcher.ranks import import_all; import_all('cpu')\n"
-        "import importlib.util; assert importlib.util.find_spec('fla') is not None"
-    )
-    env = child_env() | {"PYTHONPATH": f"{tmp_path}:{REPO}"}
-    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=120)
-
-
-def test_forked_ranks_draw_different_numbers(tmp_path: Path) -> None:
-    """They share a template; what it has drawn, or would draw, is not theirs."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     with Process(tmp_path, "waits", "--template", "cpu") as process:
         found = process.start()
         assert len({f["random"] for f in found}) == 2
         assert {f["env"][START_ID] for f in found} == {"an-id"}
         assert [f["argv"] for f in found] == [[str(tmp_path), "waits"]] * 2
+        assert [f["fla"] for f in found] == [str(tmp_path / "fla.py")] * 2
 
 
 def test_a_lone_rank_takes_no_rank_from_its_caller(monkeypatch, tmp_path: Path) -> None:

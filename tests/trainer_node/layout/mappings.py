@@ -347,7 +347,8 @@ def main() -> None:
     for seed in range(int(sys.argv[1]), int(sys.argv[1]) + 5):
         for case in cases(seed, world):
             check(case)
-        check_few_columns(seed, world)
+        if seed % world == dist.get_rank():  # it asks no other rank
+            check_few_columns(seed, world)
     check_kept_answers(world)
     dist.destroy_process_group()
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.protocol.messages import TensorSpec
@@ -66,6 +66,7 @@ def rearranged(r: random.Random, index: torch.Tensor) -> torch.Tensor:
     return index
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**9))
 def test_any_arrangement_is_found_again(seed: int) -> None:
     """The pieces give back what they were derived from, and each element stands in one of them."""

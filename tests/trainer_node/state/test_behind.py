@@ -27,7 +27,9 @@ from trainer_node.request import Outcome
     "what", ["crashes", "again", "lost", "full_disk", "stays_full", "mixtures", "waits", "no_base"]
 )
 def test_one_rank(what: str, models, torchrun, tmp_path: Path) -> None:
-    torchrun(1, "state.behind", tmp_path, models["moe"], 1, 1, 1, what)
+    # The files' order and renames, which a crash interrupts, are the same in every model.
+    name = "dense_tied" if what in ("crashes", "again") else "moe"
+    torchrun(1, "state.behind", tmp_path, models[name], 1, 1, 1, what)
 
 
 @pytest.mark.parametrize("what", ["lost", "full_disk"])
@@ -104,17 +106,15 @@ def job(version: int, folder: Path) -> tuple[dict[str, Any], list[bytes]]:
     return {**fields, **place}, buffers
 
 
-def test_a_killed_trainer_makes_its_step_again(
-    models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_trainer_makes_its_step_again(models, torchrun, tmp_path: Path) -> None:
     """A real process of two ranks dies by SIGKILL while it writes moments; one that is told to end
     writes them first.
     """
     slow = tmp_path / "slow"
     slow.touch()
-    monkeypatch.setenv(slow_save.FILE, str(slow))
     settings = {"ranks": 2, "module": "tests.trainer_node.state.slow_save", "expert": 2}
-    with node(models["moe"], tmp_path, **settings) as (control, process):
+    settings["env"] = {slow_save.FILE: str(slow)}
+    with node(models["moe"], tmp_path, torchrun, **settings) as (control, process):
         control.ok(SaveCheckpoint, version=0, checkpoint_dir=str(tmp_path / "0"))
         fields, buffers = job(1, tmp_path)
         control.ok(TrainMerged, buffers, **fields)
@@ -124,7 +124,7 @@ def test_a_killed_trainer_makes_its_step_again(
             rank.kill()
         assert not psutil.wait_procs(ranks, timeout=30)[1]
     slow.unlink()
-    with node(models["moe"], tmp_path, **settings) as (control, process):
+    with node(models["moe"], tmp_path, torchrun, **settings) as (control, process):
         loaded, _ = control.ok(LoadCheckpoint, checkpoint_dir=str(tmp_path / "1"))
         assert "bit for bit" in loaded["warnings"][0]
         loaded, _ = control.ok(LoadCheckpoint, checkpoint_dir=str(tmp_path / "1"))

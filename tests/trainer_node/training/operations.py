@@ -108,11 +108,11 @@ def check_pieces(trainer: Trainer) -> dict[str, dict]:
     results = {}
     for name, spec in SPECS.items():
         batch = batch_for(name)
-        whole_sums = trainer.forward_backward(batch, spec)
+        whole_sums, _ = trainer.forward_backward(batch, spec)
         metrics = whole_sums.metrics(spec.normalize_by)
         results[name] = {"metrics": metrics, "gradients": take_gradients(trainer)}
         parts = [part(batch, 0, 2), part(batch, 2, 3), part(batch, 3, 4)]
-        sums = [trainer.forward_backward(p, spec) for p in parts]
+        sums = [trainer.forward_backward(p, spec)[0] for p in parts]
         together = trainer.pending.sums.metrics(spec.normalize_by)
         slack = bounds.loss(count=batch.num_loss_tokens)
         assert abs(together["loss"] - metrics["loss"]) <= slack / whole_sums.denominator(
@@ -122,8 +122,8 @@ def check_pieces(trainer: Trainer) -> dict[str, dict]:
         close(take_gradients(trainer), results[name]["gradients"], relative=bounds.gradients())
 
         trainer.check(batch, spec, grad_accumulation_sequences=8)
-        whole = trainer.forward_backward(batch, spec)
-        half = trainer.forward_backward(batch, spec, loss_weight=-0.5)
+        whole, _ = trainer.forward_backward(batch, spec)
+        half, _ = trainer.forward_backward(batch, spec, loss_weight=-0.5)
         assert abs(half.loss + 0.5 * whole.loss) <= slack
         assert trainer.pending.num_batches == 2
         # half the sum; twice the count, except where a constant divides
@@ -250,10 +250,10 @@ def check_returned_logprobs(trainer: Trainer) -> None:
     with_autograd = Trainer.forward.__wrapped__
     for name, spec in SPECS.items():
         batch = batch_for(name)
-        sums = trainer.forward_backward(batch, spec)
+        sums, _ = trainer.forward_backward(batch, spec)
         plain = take_gradients(trainer)
         asked = batch.scoring_all()
-        same_sums, logprobs_T = trainer.scored_forward_backward(asked, spec)
+        same_sums, logprobs_T = trainer.forward_backward(asked, spec)
         scoring = take_gradients(trainer)
         every = replace(batch, loss_mask_T=asked.scored_T)
         wanted_T, _ = with_autograd(trainer, every, allowed_token_ids=spec.allowed_token_ids)
@@ -516,7 +516,7 @@ def with_peft_adapter(trainer: Trainer, scored: Batch, peft: Path, back: Path) -
     spec, batch = LossSpec(name="cross_entropy", kl=kl), batch_for("cross_entropy")
     before = trainer.forward(scored)
     trainer.check(batch, spec)
-    metrics = trainer.forward_backward(batch, spec).metrics("tokens")
+    metrics = trainer.forward_backward(batch, spec)[0].metrics("tokens")
     found: dict[str, object] = {"kl_metrics": metrics, "kl_gradients": take_gradients(trainer)}
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.forward(scored), strict=True)), (
         "the reference stayed in place"
@@ -542,7 +542,7 @@ def check_identity_adapters(trainer: Trainer) -> None:
     batch = batch_for("cross_entropy")
     on, off = trainer.forward(batch), trainer.forward(batch, mode="base")
     assert all(torch.equal(a, b) for a, b in zip(on, off, strict=True))
-    sums = trainer.forward_backward(batch, SPECS["dapo_kl_entropy"])
+    sums, _ = trainer.forward_backward(batch, SPECS["dapo_kl_entropy"])
     assert sums.kl == 0.0
     assert sums.kl_tokens == sums.num_tokens
     trainer.drop_pending()

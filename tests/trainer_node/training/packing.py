@@ -53,7 +53,7 @@ def measure(trainer: Trainer, batch: Batch) -> dict:
     """Log-probs and entropy, and each loss's sum and gradients."""
     result = {"scores": torch.stack(trainer.forward(batch)), "losses": [], "gradients": []}
     for spec in SPECS:
-        result["losses"].append(trainer.forward_backward(batch, spec).loss)
+        result["losses"].append(trainer.forward_backward(batch, spec)[0].loss)
         result["gradients"].append(take_gradients(trainer))
     return result
 
@@ -67,7 +67,7 @@ def one_at_a_time(trainer: Trainer, batch: Batch) -> dict:
         "gradients": [],
     }
     for spec in SPECS:
-        result["losses"].append(sum(trainer.forward_backward(p, spec).loss for p in parts[:-1]))
+        result["losses"].append(sum(trainer.forward_backward(p, spec)[0].loss for p in parts[:-1]))
         result["gradients"].append(take_gradients(trainer))
     return result
 
@@ -140,7 +140,7 @@ def check_probe(trainer: Trainer, batch: Batch) -> None:
         )
 
     def computed() -> tuple[float, dict[str, torch.Tensor]]:
-        return trainer.forward_backward(batch, SPECS[0]).loss, take_gradients(trainer)
+        return trainer.forward_backward(batch, SPECS[0])[0].loss, take_gradients(trainer)
 
     (loss, gradients), before, generator = computed(), state(), torch.get_rng_state()
     drawing = trainer.model.modules[0].register_forward_pre_hook(

@@ -79,7 +79,7 @@ def cell(trainer: Trainer, loss: LossSpec) -> dict[str, Any]:
         the last.
         """
     result: dict[str, Any] = {"scores": torch.stack(trainer.forward(everything_scored(loss)))}
-    sums = trainer.forward_backward(first, loss)
+    sums, _ = trainer.forward_backward(first, loss)
     result["metrics"] = [sums.metrics(loss.normalize_by)]
     result["gradients"] = take_gradients(trainer)
     check_cuts(trainer, loss, result["gradients"], sums.loss)
@@ -100,7 +100,7 @@ def check_cuts(
     calls = [[batch]] * len(CUTS) + [[part(batch, 0, 2), part(batch, 2, 5)]]
     for tokens, pieces in zip((*CUTS, budget), calls, strict=True):
         trainer.micro_batch_tokens = tokens
-        sums = [trainer.forward_backward(piece, loss) for piece in pieces]
+        sums = [trainer.forward_backward(piece, loss)[0] for piece in pieces]
         assert abs(sum(s.loss for s in sums) - total) <= bounds.loss(
             trainer.model.dtype, count=batch.num_loss_tokens
         ), tokens

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from orchestrator.errors import ConfigError, NodeLost, SpliceError
+from orchestrator.peers import LAUNCHER
 from orchestrator.protocol.config import MemoryMode
 from orchestrator.protocol.messages import (
     ReleaseMemory,
-    SaveCheckpoint,
     Shutdown,
     StartTrainer,
     StopTrainer,
@@ -172,21 +171,21 @@ class BetweenJobs:
         Raises:
             ConfigError: some are missing.
         """
-        deadline = time.monotonic() + LAUNCHERS_BACK_S
-        while True:
-            here = self._router.nodes("launcher")
-            details = [self._router.peers[i].detail for i in here]
-            wanted = max([1, *(int(str(detail.get("num_nodes", 1))) for detail in details)])
-            if len(here) >= wanted:
-                return here
-            if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"the trainer's memory mode is 'exit', but of {wanted} launchers, which start "
-                    f"it again, {len(here)} are there: start it "
-                    "by `splice trainer` on each of its hosts, not by torchrun, or choose another "
-                    "mode"
-                )
-            await asyncio.sleep(0.1)
+
+        def missing() -> dict[str, str]:
+            details = [self._router.peers[i].detail for i in self._router.nodes("launcher")]
+            count = max([1, *(int(str(detail.get("num_nodes", 1))) for detail in details)])
+            return self._router.missing([f"trainer{LAUNCHER}{rank}" for rank in range(count)])
+
+        try:
+            await self._router.wait(missing, timeout_s=LAUNCHERS_BACK_S)
+        except NodeLost as error:
+            raise ConfigError(
+                "the trainer's memory mode is 'exit', and the launchers that start it again are "
+                f"{error}. Start it by `splice trainer` on each of its hosts, not by torchrun, or "
+                "choose another mode"
+            ) from error
+        return self._router.nodes("launcher")
 
     async def _save_what_is_new(self, report: Report) -> None:
         memory = self._trainer.memory
@@ -195,16 +194,7 @@ class BetweenJobs:
         await self.wake(report)
         folder = memory.free_folder(self._state_dir)
         report("saving", {"checkpoint_dir": folder})
-        save = SaveCheckpoint(
-            request_id=new_id("save"),
-            deadline_s=self._timeout_s,
-            version=memory.version,
-            checkpoint_dir=folder,
-        )
-        phase = "saving before the trainer ends"
-        completed, _ = await self._trainer.ask(save, phase=phase, report=report)
-        memory.heard(completed.result)
-        memory.saved(folder)
+        await self._trainer.save(folder, phase="saving before the trainer ends", report=report)
         self._remember()
 
     async def _ask_launchers(

@@ -37,6 +37,11 @@ class OpenRequest:
     last_progress_s: float
     next_sequence: int = 0
 
+    @property
+    def work(self) -> str:
+        """The kind of the message, or of the job that a `RunJob` has."""
+        return getattr(self.message, "job", self.message).kind  # type: ignore[no-any-return]
+
     def fail(self, *, code: str, message: str, remedy: str, is_answer: bool = True) -> None:
         """End the request with a `JobFailed` of the orchestrator's own."""
         self.done.set_exception(
@@ -101,7 +106,7 @@ class OpenRequests:
         for entry in self.of_peer(peer_id):
             if entry.incarnation == incarnation:
                 request_id = str(entry.message.request_id)  # type: ignore[union-attr]
-                kind = entry.message.kind if entry.next_sequence else ""
+                kind = entry.work if entry.next_sequence else ""
                 return request_id.removesuffix(f"-{incarnation[:12]}"), kind
         return "", ""
 
@@ -137,7 +142,7 @@ class OpenRequests:
             return ""
         if isinstance(message, Completed):
             entry.done.set_result((message, buffers))
-            return entry.message.kind
+            return entry.work
         entry.done.set_exception(
             JobFailed(
                 code=message.code,

@@ -45,7 +45,7 @@ from orchestrator.protocol.messages import (
 )
 from orchestrator.publication.publisher import Publisher
 from orchestrator.publication.state import after_restart
-from orchestrator.resync import RESYNC_POLL_S, Resync
+from orchestrator.resync import RESYNC_POLL_S, Resyncer
 from orchestrator.router import ControlRouter
 from orchestrator.run import Run
 from orchestrator.run_folder import RunFolder
@@ -89,21 +89,20 @@ class Orchestrator:
         """What to do about a durable state that is gone."""
         self._facts = Facts(self._journal, TrainerMemory())
         self._metrics = Metrics(self._status_aside, config.run_dir)
+        self._trainer = TrainerRequests(
+            router=self._router,
+            attempts=config.publication.attempts,
+            ready_timeout_s=config.ready_timeout_s,
+            job_timeout_s=config.train_timeout_s,
+            memory=self._facts.memory,
+            remember=self._facts.remember,
+        )
         self._publisher = Publisher(
             router=self._router,
             journal=self._journal,
             config=config.publication,
             on_phase=self._metrics.published,
-            load_timeout_s=config.train_timeout_s,
-            heard=self._facts.memory.heard,
-        )
-        self._trainer = TrainerRequests(
-            router=self._router,
-            attempts=config.publication.attempts,
-            ready_timeout_s=config.ready_timeout_s,
-            load_timeout_s=config.train_timeout_s,
-            memory=self._facts.memory,
-            remember=self._facts.remember,
+            restore=self._trainer.restore,
         )
         self._between = BetweenJobs(
             router=self._router,
@@ -122,7 +121,7 @@ class Orchestrator:
             trainer=self._trainer,
             publisher=self._publisher,
         )
-        self._resync = Resync(run, self._between)
+        self._resync = Resyncer(run, self._between)
         self._versions = Versions(run, self._resync)
         self._operations = Operations(run)
         self._jobs = Jobs(run, serving=self._serving, on_end=self._metrics.job_ended)

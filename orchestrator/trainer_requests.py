@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from orchestrator.errors import (
     REFUSED,
@@ -25,13 +25,23 @@ from orchestrator.errors import (
     TrainerKilled,
     WorkLost,
 )
+from orchestrator.open_requests import Answer
 from orchestrator.protocol.config import MemoryMode
 from orchestrator.protocol.messages import (
-    AnyMessage,
-    Completed,
     ErrorCode,
+    ForwardBackward,
+    LoadAdapter,
     LoadCheckpoint,
+    NewAdapter,
+    Operation,
+    OptimStep,
     Progress,
+    ReleaseMemory,
+    Request,
+    RunJob,
+    SaveCheckpoint,
+    TrainLora,
+    TrainMerged,
     new_id,
 )
 from orchestrator.router import ControlRouter
@@ -44,11 +54,17 @@ NOTES_KEPT = 20
 COPIES_KEPT = 4
 MOST_KILLS = 2
 """Processes of the trainer that may end in one request."""
-CHANGES_STATE = frozenset(
-    {"TrainMerged", "TrainLora", "ForwardBackward", "OptimStep", "LoadAdapter", "NewAdapter"}
-)
-"""Requests after which nobody knows what the trainer holds, if they are given up. Their failure
+CHANGES_STATE = (TrainMerged, TrainLora, ForwardBackward, OptimStep, LoadAdapter, NewAdapter)
+"""Jobs after which nobody knows what the trainer holds, if they are given up. Their failure
 drops pending gradients, and no other's does."""
+
+
+class Saves(TypedDict, total=False):
+    """Fields of `RunJob` for a job that saves. `version`: that of the state, if left out."""
+
+    version: int
+    checkpoint_dir: str
+    delete_after: tuple[str, ...]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -205,12 +221,12 @@ class TrainerRequests:
         router: ControlRouter,
         attempts: int,
         ready_timeout_s: float,
-        load_timeout_s: float,
+        job_timeout_s: float,
         memory: TrainerMemory,
         remember: Callable[[], None],
     ) -> None:
         self._router, self._attempts = router, attempts
-        self._ready_timeout_s, self._load_timeout_s = ready_timeout_s, load_timeout_s
+        self._ready_timeout_s, self._job_timeout_s = ready_timeout_s, job_timeout_s
         self.memory, self._remember = memory, remember
 
     async def ready(self, report: Report) -> None:
@@ -229,15 +245,51 @@ class TrainerRequests:
     def _incarnation(self) -> str:
         return self._router.peers["trainer"].hello.incarnation
 
+    async def run(
+        self,
+        job: TrainMerged | Operation,
+        buffers: Sequence[bytes] = (),
+        *,
+        request_id: str,
+        phase: str,
+        report: Report,
+        replaces_state: bool = False,
+        **saves: Unpack[Saves],
+    ) -> Answer:
+        """Run a job on the trainer; see `ask`."""
+        request = self._run_job(job, request_id=request_id, **saves)
+        return await self.ask(
+            request, buffers, phase=phase, report=report, replaces_state=replaces_state
+        )
+
+    async def save(self, folder: str, *, phase: str, report: Report) -> None:
+        """Have the state saved to a folder of the orchestrator's."""
+        job = SaveCheckpoint(checkpoint_dir=folder)
+        completed, _ = await self.run(job, request_id=new_id("save"), phase=phase, report=report)
+        self.memory.heard(completed.result)
+        self.memory.saved(folder)
+
+    async def restore(self, folder: str, phase: str) -> None:
+        """Have the process that is there load a checkpoint, whatever it holds."""
+        load = self._run_job(LoadCheckpoint(checkpoint_dir=folder), request_id=new_id("load"))
+        answer, _ = await self._router.request("trainer", load, phase=phase)
+        self.memory.heard(answer.result)
+
+    def _run_job(
+        self, job: TrainMerged | Operation, *, request_id: str, **saves: Unpack[Saves]
+    ) -> RunJob:
+        saves.setdefault("version", self.memory.version)
+        return RunJob(request_id=request_id, deadline_s=self._job_timeout_s, job=job, **saves)
+
     async def ask(
         self,
-        request: AnyMessage,
+        request: RunJob | ReleaseMemory,
         buffers: Sequence[bytes] = (),
         *,
         phase: str,
         report: Report,
         replaces_state: bool = False,
-    ) -> tuple[Completed, tuple[bytes, ...]]:
+    ) -> Answer:
         """Run one request, at most once in each of the trainer's processes.
 
         The process's id becomes part of the request's. A process that a restarted orchestrator asks
@@ -253,7 +305,8 @@ class TrainerRequests:
             TrainerKilled: the trainer's process ended in this request for the second time.
             NodeLost: the trainer did not come back, or work was lost that cannot be repeated.
         """
-        has_begun, changes_state = False, request.kind in CHANGES_STATE
+        has_begun = False
+        changes_state = isinstance(request, RunJob) and isinstance(request.job, CHANGES_STATE)
 
         def on_progress(_: str, progress: Progress) -> None:
             nonlocal has_begun
@@ -268,7 +321,7 @@ class TrainerRequests:
                     await self._settle(report)
                 self._remember()
                 incarnation = self._incarnation()
-                own_id = f"{request.request_id}-{incarnation[:12]}"  # type: ignore[union-attr]
+                own_id = f"{request.request_id}-{incarnation[:12]}"
                 is_sent = True
                 answer = await self._router.request(
                     "trainer",
@@ -306,13 +359,13 @@ class TrainerRequests:
                 return answer
         raise AssertionError("unreachable")
 
-    def _count_kill(self, request: AnyMessage, phase: str, error: ProcessEnded) -> None:
+    def _count_kill(self, request: Request, phase: str, error: ProcessEnded) -> None:
         """Journal that a process ended in a request.
 
         Raises:
             TrainerKilled: it was not the first one.
         """
-        kills = self.memory.was_killed(request.request_id)  # type: ignore[union-attr, arg-type]
+        kills = self.memory.was_killed(request.request_id)
         self._remember()
         if kills >= MOST_KILLS:
             raise TrainerKilled(
@@ -331,15 +384,7 @@ class TrainerRequests:
         if is_new or (memory.uncertain == incarnation and memory.durable_dir):
             if memory.durable_dir:
                 report("restoring", {"checkpoint_dir": memory.durable_dir})
-                load = LoadCheckpoint(
-                    request_id=new_id("load"),
-                    deadline_s=self._load_timeout_s,
-                    checkpoint_dir=memory.durable_dir,
-                )
-                answer, _ = await self._router.request(
-                    "trainer", load, phase="restoring the last durable state"
-                )
-                memory.heard(answer.result)
+                await self.restore(memory.durable_dir, "restoring the last durable state")
             # After the load, so that a restarted orchestrator still finds the loss.
             lost = memory.take_loss()
             memory.incarnation, memory.uncertain = incarnation, ""

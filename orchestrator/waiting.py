@@ -1,19 +1,23 @@
-"""Says whom a wait is for, in which state they are, and how to start them.
-
-At once, then every `SAY_EVERY_S`, in the orchestrator's log and to the clients of the job.
+"""Waits for nodes. Says whom a wait is for, in which state they are, and how to start them: at
+once, then every `SAY_EVERY_S`, in the orchestrator's log and to the clients of the job.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+from orchestrator.errors import NodeLost
+from orchestrator.peers import ABSENT, Peers
 from orchestrator.protocol.messages import WAITING
 
 log = logging.getLogger("splice.orchestrator")
 SAY_EVERY_S = 30.0
-ABSENT = "not connected"
+LOOK_S = 1.0
+"""Longest time between two looks at the nodes, in seconds."""
 Report = Callable[[str, dict[str, object]], None]
 _STATES = {
     "connected": "connected, but not ready yet; its log says what it does",
@@ -71,3 +75,72 @@ class Waiting:
         log.warning("%s: %s", WAITING, text)
         if self._report is not None:
             self._report(WAITING, {"missing": dict(missing), "text": text})
+
+
+class Waits:
+    """Waits for the nodes of a table.
+
+    Args:
+        endpoint: returns the address at which nodes reach the orchestrator.
+    """
+
+    def __init__(self, peers: Peers, endpoint: Callable[[], str]) -> None:
+        self._peers, self._endpoint = peers, endpoint
+
+    async def wait(
+        self,
+        missing: Callable[[], Mapping[str, str]],
+        *,
+        timeout_s: float,
+        needed: Sequence[str] = (),
+        report: Report | None = None,
+    ) -> None:
+        """Wait until no node is missing.
+
+        Args:
+            missing: returns the nodes that the wait is for, with their states.
+            needed: nodes without which the others cannot be used.
+            report: passes progress on to a job's clients.
+
+        Raises:
+            NodeLost: the timeout passed, or the launcher has given up a node that is needed; names
+                the missing nodes.
+        """
+        speaker = Waiting(report, endpoint=self._endpoint(), timeout_s=timeout_s)
+        deadline_s = time.monotonic() + timeout_s
+        while absent := missing():
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                states = ", ".join(f"{node} ({state})" for node, state in absent.items())
+                raise NodeLost(f"not ready within {timeout_s:.0f} s: {states}; read their logs")
+            self._peers.refuse_given_up(needed)
+            speaker.say(self._peers.missing(needed) | dict(absent))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, LOOK_S)), self._peers.changed:
+                    await self._peers.changed.wait_for(lambda: not missing())
+
+    async def wait_ready(
+        self,
+        peer_ids: Sequence[str],
+        *,
+        timeout_s: float,
+        one_is_enough: bool = False,
+        report: Report | None = None,
+    ) -> None:
+        """Wait until all these nodes, or one of them, are ready. Raises as `wait` does."""
+
+        def missing() -> dict[str, str]:
+            found = self._peers.missing(peer_ids)
+            return {} if one_is_enough and len(found) < len(peer_ids) else found
+
+        needed = () if one_is_enough else peer_ids
+        await self.wait(missing, timeout_s=timeout_s, needed=needed, report=report)
+
+    async def wait_heard(self, peer_ids: Sequence[str], *, since_s: float) -> None:
+        """Wait until each peer was heard after `since_s` or is lost: its state is then current."""
+        while any(
+            p.state != "lost" and p.last_seen_s <= since_s
+            for i in peer_ids
+            if (p := self._peers.by_id.get(i)) is not None
+        ):
+            await asyncio.sleep(0.05)

@@ -38,7 +38,7 @@ from orchestrator.processes.logs import log_to_stderr
 from orchestrator.processes.python import python_command, python_environment
 from orchestrator.processes.restarts import RestartBudget
 from orchestrator.protocol.config import without_weights
-from orchestrator.protocol.messages import InitialSyncJob, ResyncJob
+from orchestrator.protocol.messages import InitialSync, Resync
 from orchestrator.run_folder import RunFolder
 from splice import disk
 from splice.client import SpliceClient, run_watched
@@ -463,14 +463,14 @@ def _publish(client: SpliceClient, wait: Callable[[str], None]) -> None:
         return
     if status.publication == "poisoned":
         try:
-            run_watched(client, ResyncJob(), look=lambda: wait("publishing the last version again"))
+            run_watched(client, Resync(), look=lambda: wait("publishing the last version again"))
             return
         except JobFailed as error:
             if error.code is not ErrorCode.BAD_INPUT:
                 raise
             log.info("%s", error)  # nothing was ever served
     ready = sum(node.role == "inference" and node.state == "ready" for node in status.nodes)
-    first = InitialSyncJob(replicas=ready or None)
+    first = InitialSync(replicas=ready or None)
     run_watched(client, first, look=lambda: wait(f"publishing {status.name}@0"))
 
 

@@ -118,7 +118,7 @@ class Ledger:
                 f"version {version} is not what it was when it was first sent: the digest of its "
                 f"tensors was {was[:16]} and is {is_now[:16]} now. Either its checkpoint changed "
                 "on disk, or the trainer computes differently (another device or topology). It is "
-                "not served again. Publish the trainer's state as a new version (PublishJob), or "
+                "not served again. Publish the trainer's state as a new version (Publish), or "
                 "load another checkpoint first"
             )
 

@@ -29,6 +29,7 @@ from orchestrator.protocol.messages import (
     Progress,
     PublicationMode,
     ReceiveWeights,
+    RunJob,
     SendWeights,
     SwapWeights,
     forward_specs,
@@ -338,7 +339,9 @@ class Publication:
         if not asked:
             return
         specs = forward_specs(num_sequences=1, num_tokens=len(prompt))
-        forward = Forward(request_id=new_id(CANARY), deadline_s=timeout_s, tensors=specs)
+        forward = RunJob(
+            request_id=new_id(CANARY), deadline_s=timeout_s, job=Forward(tensors=specs)
+        )
         inputs = [array.array("i", prompt).tobytes(), array.array("i", [len(prompt)]).tobytes()]
         _, own = await self.members.router.request(
             self.members.trainer_id, forward, buffers=inputs, phase="checking the canary"

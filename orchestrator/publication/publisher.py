@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from orchestrator.errors import (
     ContentChanged,
@@ -23,10 +22,6 @@ from orchestrator.errors import (
     SpliceError,
 )
 from orchestrator.journal import Journal
-from orchestrator.protocol.messages import (
-    LoadCheckpoint,
-    new_id,
-)
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.ledger import Ledger
 from orchestrator.publication.members import Members
@@ -46,9 +41,7 @@ class Publisher:
     """Drives publications over the control socket, one at a time.
 
     Args:
-        load_timeout_s: timeout of a load of the version, which may train its last step again. None:
-            `plan_timeout_s`.
-        heard: gets the result of such a load.
+        restore: has the trainer load a checkpoint (its folder, and the phase of the request).
     """
 
     def __init__(
@@ -59,11 +52,9 @@ class Publisher:
         config: PublicationConfig,
         trainer_id: str = "trainer",
         on_phase: Report = lambda phase, detail: None,
-        load_timeout_s: float | None = None,
-        heard: Callable[[Mapping[str, Any]], None] = lambda result: None,
+        restore: Callable[[str, str], Awaitable[None]],
     ) -> None:
-        self._config, self._on_phase, self._heard = config, on_phase, heard
-        self._load_timeout_s = load_timeout_s or config.plan_timeout_s
+        self._config, self._on_phase, self._restore = config, on_phase, restore
         self._members = Members(router=router, config=config, trainer_id=trainer_id)
         self._planner = Planner(self._members, config)
         self._ledger = Ledger(journal)
@@ -232,25 +223,13 @@ class Publisher:
         await router.wait_heard([trainer_id, *replicas], since_s=time.monotonic())
         report = publication.report
         await router.wait_ready([trainer_id], timeout_s=timeout_s, report=report)
-        await router.wait_ready(replicas, timeout_s=timeout_s, one_is_enough=True, report=report)
         holder = self._members.trainer_process
         if not (publication.keeps_pending and publication.holder == holder):
-            load = LoadCheckpoint(
-                request_id=new_id("load"),
-                deadline_s=self._load_timeout_s,
-                checkpoint_dir=publication.checkpoint_dir,
-            )
-            answer, _ = await router.request(
-                trainer_id, load, phase="restoring the version to be published"
-            )
-            self._heard(answer.result)
+            what = "restoring the version to be published"
+            await self._restore(publication.checkpoint_dir, what)
         publication.holder = holder
-        deadline_s = time.monotonic() + timeout_s
-        # Replicas may have gone while the trainer was loading.
-        while not (there := [r for r in router.nodes("inference") if r in replicas]):
-            left_s = max(0.1, deadline_s - time.monotonic())
-            await router.wait_ready(replicas, timeout_s=left_s, one_is_enough=True, report=report)
-        return there
+        await router.wait_ready(replicas, timeout_s=timeout_s, one_is_enough=True, report=report)
+        return [r for r in router.nodes("inference") if r in replicas]
 
 
 def _as_ours(error: Exception) -> SpliceError | OSError:

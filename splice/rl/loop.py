@@ -191,8 +191,8 @@ class Loop:
             version = found.made.newest  # and the next one is published first
         if version is None:
             raise ConfigError(
-                "the run serves no version. Publish the first one (InitialSyncJob, or `splice "
-                "up`); after a publication that failed, publish again (PublishJob, ResyncJob)"
+                "the run serves no version. Publish the first one (InitialSync, or `splice "
+                "up`); after a publication that failed, publish again (Publish, Resync)"
             )
         if found.made.versions and version < found.made.newest:
             raise ConfigError(

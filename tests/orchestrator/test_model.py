@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from orchestrator.errors import NodeLost, SpliceError
+from orchestrator.protocol.messages import LoadCheckpoint, RunJob
 from orchestrator.publication import publication, publisher
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.publisher import Publisher
@@ -88,7 +89,17 @@ class Model(RuleBasedStateMachine):
         self.publisher = self.a_publisher()
 
     def a_publisher(self):
-        return Publisher(router=self.world, journal=self.journal, config=self.config)
+        async def restore(folder, phase):
+            load = RunJob(
+                request_id="load",
+                deadline_s=self.config.plan_timeout_s,
+                job=LoadCheckpoint(checkpoint_dir=folder),
+            )
+            await self.world.request("trainer", load, phase=phase)
+
+        return Publisher(
+            router=self.world, journal=self.journal, config=self.config, restore=restore
+        )
 
     def teardown(self):
         if hasattr(self, "loop"):

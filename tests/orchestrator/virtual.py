@@ -25,7 +25,7 @@ from orchestrator.protocol.messages import (
     TensorSpec,
 )
 from orchestrator.router import Peer
-from tests.orchestrator.fake_nodes import whole_layout
+from tests.orchestrator.fake_nodes import asked, whole_layout
 
 TENSORS, CHANGED = 4, (0, 2)
 LATENCY_S, LOST_S = 0.01, 15.0
@@ -410,7 +410,7 @@ class World:
 
     async def send(self, peer_id: str, message: Any, buffers: Any = ()) -> None:
         """Arrives after a moment; what it is answered is not waited for."""
-        node = self.members[peer_id]
+        node, message = self.members[peer_id], asked(message)
         if node.peer.state == "lost":
             raise NodeLost(f"{peer_id} is not connected")
         self._in_background(self._deliver(node, message))
@@ -441,7 +441,7 @@ class World:
     async def request(
         self, peer_id: str, message: Any, buffers: Any = (), *, phase: str, on_progress: Any = None
     ) -> tuple[Completed, tuple[bytes, ...]]:
-        node = self.members[peer_id]
+        node, message = self.members[peer_id], asked(message)
         if node.peer.state == "lost":
             raise NodeLost(f"{peer_id} is not connected")
         fault = self.faults.pop((peer_id, message.kind), "")

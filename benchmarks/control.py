@@ -27,10 +27,10 @@ from statistics import quantiles
 from tempfile import TemporaryDirectory
 
 from benchmarks.harness import Case
-from orchestrator.journal import Journal
 from orchestrator.processes.launch import NodeProcess
 from orchestrator.protocol.messages import Hello, Ready, TrainLora, batch_specs
 from orchestrator.protocol.node_link import NodeLink
+from orchestrator.storage.journal import Journal
 from splice.client import SpliceClient
 from splice.run_file import RunFile
 

@@ -17,8 +17,10 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from orchestrator.control.peers import LAUNCHER
+from orchestrator.control.router import ControlRouter
+from orchestrator.control.waiting import Report
 from orchestrator.errors import ConfigError, NodeLost, SpliceError
-from orchestrator.peers import LAUNCHER
 from orchestrator.protocol.config import MemoryMode
 from orchestrator.protocol.messages import (
     ReleaseMemory,
@@ -28,9 +30,7 @@ from orchestrator.protocol.messages import (
     new_id,
 )
 from orchestrator.publication.publisher import Publisher
-from orchestrator.router import ControlRouter
 from orchestrator.trainer_requests import TrainerRequests
-from orchestrator.waiting import Report
 
 log = logging.getLogger("splice.orchestrator")
 LAUNCH_TIMEOUT_S, ORDERLY_END_S = 120.0, 45.0

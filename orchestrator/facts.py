@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrator.journal import Journal
+from orchestrator.storage.journal import Journal
 from orchestrator.trainer_requests import TrainerMemory, moved
 
 _TRAINER, _SET_ASIDE, _RUN = "trainer", "set aside", "run"

@@ -12,10 +12,10 @@ import time
 from collections.abc import AsyncIterator
 
 from orchestrator.between_jobs import BetweenJobs
+from orchestrator.control.waiting import Report
 from orchestrator.errors import JournalError, SpliceError
 from orchestrator.protocol.messages import LoadCheckpoint, new_id
 from orchestrator.run import Run
-from orchestrator.waiting import Report
 
 log = logging.getLogger("splice.orchestrator")
 RESYNC_POLL_S, RESYNC_LONGEST_S = 1.0, 600.0

@@ -20,10 +20,10 @@ from pathlib import Path
 
 from orchestrator.between_jobs import BetweenJobs
 from orchestrator.config import OrchestratorConfig
+from orchestrator.control.router import ControlRouter
 from orchestrator.errors import ConfigError, JournalError, SpliceError, WorkLost, is_final
 from orchestrator.facts import Facts
 from orchestrator.jobs import SENDING_S, Job, Jobs, Outcome
-from orchestrator.journal import Journal
 from orchestrator.metrics import Metrics
 from orchestrator.operations import Operations
 from orchestrator.processes.interfaces import reachable_url
@@ -46,9 +46,9 @@ from orchestrator.protocol.messages import (
 from orchestrator.publication.publisher import Publisher
 from orchestrator.publication.state import after_restart
 from orchestrator.resync import RESYNC_POLL_S, Resyncer
-from orchestrator.router import ControlRouter
 from orchestrator.run import Run
-from orchestrator.run_folder import RunFolder
+from orchestrator.storage.journal import Journal
+from orchestrator.storage.run_folder import RunFolder
 from orchestrator.trainer_requests import TrainerMemory, TrainerRequests
 from orchestrator.versions import PublishingJob, Versions
 

@@ -17,6 +17,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
+from orchestrator.control.open_requests import Answer
+from orchestrator.control.router import ControlRouter
+from orchestrator.control.waiting import Report
 from orchestrator.errors import (
     REFUSED,
     JobFailed,
@@ -25,7 +28,6 @@ from orchestrator.errors import (
     TrainerKilled,
     WorkLost,
 )
-from orchestrator.open_requests import Answer
 from orchestrator.protocol.config import MemoryMode
 from orchestrator.protocol.messages import (
     ErrorCode,
@@ -44,8 +46,6 @@ from orchestrator.protocol.messages import (
     TrainMerged,
     new_id,
 )
-from orchestrator.router import ControlRouter
-from orchestrator.waiting import Report
 
 log = logging.getLogger("splice.orchestrator")
 MESSAGE_CHARS = 2000

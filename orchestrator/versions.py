@@ -13,11 +13,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from orchestrator.control.peers import ABSENT
 from orchestrator.errors import ConfigError, NodeLost
 from orchestrator.facts import steps_taken
 from orchestrator.jobs import Job, Outcome
 from orchestrator.operations import request_id
-from orchestrator.peers import ABSENT
 from orchestrator.protocol.frames import Envelope
 from orchestrator.protocol.messages import (
     InitialSync,
@@ -27,8 +27,8 @@ from orchestrator.protocol.messages import (
     TrainMerged,
 )
 from orchestrator.resync import Resyncer
-from orchestrator.retention import expired
 from orchestrator.run import Run
+from orchestrator.storage.retention import expired
 
 log = logging.getLogger("splice.orchestrator")
 

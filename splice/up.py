@@ -28,9 +28,8 @@ from typing import Any
 import httpx
 import psutil
 
-from orchestrator.control_socket import check_bind_address
+from orchestrator.control.control_socket import check_bind_address
 from orchestrator.errors import ConfigError, ErrorCode, JobFailed, NodeLost, SpliceError
-from orchestrator.journal import kept_token
 from orchestrator.processes.identity import identity
 from orchestrator.processes.launch import RETRY_S, Launcher, NodeProcess
 from orchestrator.processes.locks import try_lock
@@ -39,7 +38,8 @@ from orchestrator.processes.python import python_command, python_environment
 from orchestrator.processes.restarts import RestartBudget
 from orchestrator.protocol.config import without_weights
 from orchestrator.protocol.messages import InitialSync, Resync
-from orchestrator.run_folder import RunFolder
+from orchestrator.storage.journal import kept_token
+from orchestrator.storage.run_folder import RunFolder
 from splice import disk
 from splice.client import SpliceClient, run_watched
 from splice.cluster import Cluster

@@ -50,11 +50,6 @@ MAY_IMPORT_OF_OURS = {
 ALLOWED = {"splice.tinker": ("numpy",)}
 """What a package with an extra of its own may import all the same."""
 FOLDERS_IN_CIRCLES = {
-    "orchestrator",
-    "orchestrator.processes",
-    "orchestrator.protocol",
-    "orchestrator.protocol.messages",
-    "orchestrator.publication",
     "splice",
     "splice.rl",
     "splice.smoke",

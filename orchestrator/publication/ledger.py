@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from orchestrator.errors import ContentChanged
-from orchestrator.journal import Journal
 from orchestrator.protocol.messages import Manifest
 from orchestrator.publication.content import Content
 from orchestrator.publication.state import State, advance
+from orchestrator.storage.journal import Journal
 
 
 class Ledger:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from orchestrator.control.router import ControlRouter
 from orchestrator.errors import JobFailed, NodeLost, SpliceError
 from orchestrator.protocol.messages import (
     AbortSend,
@@ -27,7 +28,6 @@ from orchestrator.protocol.messages import (
 from orchestrator.publication.answers import Answer, all_or_first_error, valid
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.report import Report
-from orchestrator.router import ControlRouter
 
 log = logging.getLogger("splice.publisher")
 LEAVE_S = 30.0

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
+from orchestrator.control.router import ControlRouter
 from orchestrator.errors import (
     ContentChanged,
     JobFailed,
@@ -21,7 +22,6 @@ from orchestrator.errors import (
     PublicationError,
     SpliceError,
 )
-from orchestrator.journal import Journal
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.ledger import Ledger
 from orchestrator.publication.members import Members
@@ -29,7 +29,7 @@ from orchestrator.publication.planner import Planner
 from orchestrator.publication.publication import Publication
 from orchestrator.publication.report import PublicationReport, Report
 from orchestrator.publication.state import State, after_failure
-from orchestrator.router import ControlRouter
+from orchestrator.storage.journal import Journal
 
 log = logging.getLogger("splice.publisher")
 

@@ -25,7 +25,6 @@ from typing import Any
 import psutil
 
 from orchestrator.errors import JobFailed, NodeLost
-from orchestrator.journal import Journal
 from orchestrator.protocol import frames
 from orchestrator.protocol.messages import (
     Forward,
@@ -43,6 +42,7 @@ from orchestrator.protocol.messages import (
     forward_specs,
     new_id,
 )
+from orchestrator.storage.journal import Journal
 from splice.client import SpliceClient
 from tests.chaos.history import History
 from tests.chaos.links import Links

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from orchestrator import waiting
 from orchestrator.config import OrchestratorConfig
+from orchestrator.control import waiting
 from orchestrator.errors import ConfigError, JobFailed, NodeLost
 from orchestrator.processes import interfaces
 from orchestrator.protocol.config import TrainerConfig

@@ -26,6 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from orchestrator.control.router import MAY_SEND
 from orchestrator.errors import JobFailed, ProtocolError
 from orchestrator.protocol import messages
 from orchestrator.protocol.frames import (
@@ -37,7 +38,6 @@ from orchestrator.protocol.frames import (
     to_wire,
 )
 from orchestrator.protocol.messages import ANY_MESSAGE, AnyMessage, Hello, InitialSync
-from orchestrator.router import MAY_SEND
 from splice.client import SpliceClient
 from tests.orchestrator.fake_nodes import FakeReplica, FakeTrainer
 from tests.orchestrator.raw import VERSION, raw_peer

@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from orchestrator.control.router import ControlRouter
 from orchestrator.errors import NodeLost, SpliceError
 from orchestrator.protocol.messages import LoadCheckpoint, RunJob
 from orchestrator.publication import publication, publisher
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.publisher import Publisher
 from orchestrator.publication.state import State, after_restart
-from orchestrator.router import ControlRouter
 from tests.orchestrator.virtual import MemoryJournal, Replica, Trainer, VirtualLoop, World
 
 KINDS = {

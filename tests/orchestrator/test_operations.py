@@ -12,8 +12,8 @@ import time
 import pytest
 from pydantic import ValidationError
 
-from orchestrator import open_requests
 from orchestrator.config import OrchestratorConfig
+from orchestrator.control import open_requests
 from orchestrator.errors import JobFailed
 from orchestrator.jobs import BUFFERS_KEPT
 from orchestrator.protocol.messages import (

@@ -8,7 +8,6 @@ import time
 import pytest
 
 from orchestrator.errors import ConfigError, JobFailed, JournalError, ProtocolError
-from orchestrator.journal import Journal
 from orchestrator.protocol import frames
 from orchestrator.protocol.messages import (
     ErrorCode,
@@ -20,6 +19,7 @@ from orchestrator.protocol.messages import (
     Unready,
     batch_specs,
 )
+from orchestrator.storage.journal import Journal
 from splice.client import SpliceClient
 from tests.orchestrator.fake_nodes import soon
 from tests.orchestrator.run import BATCH, BUFFERS, JOB, TOKEN

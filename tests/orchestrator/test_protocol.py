@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from orchestrator import router as router_module
-from orchestrator.control_socket import Arrival, check_bind_address
+from orchestrator.control import router as router_module
+from orchestrator.control.control_socket import Arrival, check_bind_address
+from orchestrator.control.router import ControlRouter
 from orchestrator.errors import ConfigError, NodeLost, ProtocolError
 from orchestrator.protocol import frames as frames_module
 from orchestrator.protocol import node_link
@@ -42,7 +43,6 @@ from orchestrator.protocol.messages import (
     batch_specs,
 )
 from orchestrator.protocol.node_link import NodeLink
-from orchestrator.router import ControlRouter
 from tests.orchestrator.raw import VERSION, raw_peer
 
 TOKEN = "t" * 32

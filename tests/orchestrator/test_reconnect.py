@@ -16,7 +16,7 @@ import uuid
 
 import pytest
 
-from orchestrator import control_socket
+from orchestrator.control import control_socket
 from orchestrator.errors import JobFailed, LinkLost
 from orchestrator.protocol import node_link
 from orchestrator.protocol.frames import to_wire

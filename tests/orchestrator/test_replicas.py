@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from orchestrator import router
+from orchestrator.control import router
 from orchestrator.errors import JobFailed
 from orchestrator.protocol.messages import ErrorCode, InitialSync, Ready, Unready
 from tests.orchestrator.fake_nodes import FakeReplica, FakeTrainer, soon

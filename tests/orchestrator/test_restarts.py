@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator import peers
+from orchestrator.control import peers
+from orchestrator.control.liveness import LOST_AFTER_S
 from orchestrator.errors import ErrorCode, JobFailed, LinkLost, NodeLost
-from orchestrator.liveness import LOST_AFTER_S
 from orchestrator.processes import launch
 from orchestrator.processes.launch import Launcher, NodeProcess
 from orchestrator.processes.restarts import (

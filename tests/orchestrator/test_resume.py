@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ErrorCode, JobFailed
-from orchestrator.journal import Journal
 from orchestrator.protocol.messages import (
     Forward,
     ForwardBackward,
@@ -30,6 +29,7 @@ from orchestrator.protocol.messages import (
     forward_specs,
 )
 from orchestrator.publication.state import State, after_restart
+from orchestrator.storage.journal import Journal
 from splice.client import SpliceClient
 from tests.orchestrator.fake_nodes import FakeLauncher, FakeReplica, FakeTrainer, soon
 from tests.orchestrator.raw import raw_peer

@@ -13,10 +13,10 @@ import pytest
 from pydantic import ValidationError
 
 from orchestrator.errors import JobFailed
-from orchestrator.journal import Journal
 from orchestrator.protocol.messages import ErrorCode, Resync
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.state import State, after_restart
+from orchestrator.storage.journal import Journal
 from tests.orchestrator.changing import start, train
 from tests.orchestrator.fake_nodes import soon
 from tests.orchestrator.run import BUFFERS, JOB, TOKEN, Run

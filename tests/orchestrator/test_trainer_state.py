@@ -368,7 +368,7 @@ def test_notes_outlive_a_failed_job_and_are_in_the_status(run):
 
 def test_the_checkpoint_at_which_a_step_began_outlives_the_step(run):
     """N's moments may still be written while N is served: N - 1 stays until N + 1 is there."""
-    from orchestrator.retention import expired
+    from orchestrator.storage.retention import expired
 
     for new in range(2, 9):  # each job protects what is served and what the trainer last saved
         on_disk = [new - 2, new - 1]

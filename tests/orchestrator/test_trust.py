@@ -15,11 +15,11 @@ from pydantic import ValidationError
 
 from orchestrator.config import OrchestratorConfig
 from orchestrator.errors import ConfigError, JobFailed
-from orchestrator.journal import Journal
 from orchestrator.protocol.messages import ErrorCode, InitialSync, OptimStep, Resync
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.publication import Publication
-from orchestrator.run_folder import RunFolder
+from orchestrator.storage.journal import Journal
+from orchestrator.storage.run_folder import RunFolder
 from tests.orchestrator.fake_nodes import FakeTrainer, digests, soon
 from tests.orchestrator.run import BUFFERS, JOB, TOKEN, Run
 from tests.orchestrator.serving import endpoint_in, start_serve

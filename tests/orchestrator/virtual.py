@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from orchestrator.control.router import Peer
 from orchestrator.errors import JobFailed, NodeLost
 from orchestrator.protocol.messages import (
     Completed,
@@ -24,7 +25,6 @@ from orchestrator.protocol.messages import (
     Rendezvous,
     TensorSpec,
 )
-from orchestrator.router import Peer
 from tests.orchestrator.fake_nodes import asked, whole_layout
 
 TENSORS, CHANGED = 4, (0, 2)

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from orchestrator.control.liveness import stalled
 from orchestrator.errors import ErrorCode, JobFailed, JournalError, NodeLost, ProtocolError
-from orchestrator.liveness import stalled
 from orchestrator.protocol.messages import AnyMessage, Completed, Failed, Progress
 
 log = logging.getLogger("splice.orchestrator")

@@ -23,11 +23,12 @@ from pathlib import Path
 import zmq
 from pydantic import ValidationError
 
-from orchestrator.control_socket import Arrival, ControlSocket
+from orchestrator.control.control_socket import Arrival, ControlSocket
+from orchestrator.control.liveness import HEARTBEAT_S, LOST_AFTER_S, lost_peers
+from orchestrator.control.open_requests import Answer, OnProgress, OpenRequests
+from orchestrator.control.peers import LAUNCHER, Peer, Peers
+from orchestrator.control.waiting import Waits
 from orchestrator.errors import JournalError, NodeLost, ProcessEnded, ProtocolError
-from orchestrator.liveness import HEARTBEAT_S, LOST_AFTER_S, lost_peers
-from orchestrator.open_requests import Answer, OnProgress, OpenRequests
-from orchestrator.peers import LAUNCHER, Peer, Peers
 from orchestrator.processes.interfaces import reachable_url
 from orchestrator.processes.restarts import EXIT_AFRESH, EXIT_LINK_LOST
 from orchestrator.protocol.frames import (
@@ -58,7 +59,6 @@ from orchestrator.protocol.messages import (
     Unready,
     Welcome,
 )
-from orchestrator.waiting import Waits
 
 log = logging.getLogger("splice.orchestrator")
 OnClient = Callable[[str, Envelope], Awaitable[None]]

@@ -10,8 +10,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from orchestrator.control.peers import ABSENT, Peers
 from orchestrator.errors import NodeLost
-from orchestrator.peers import ABSENT, Peers
 from orchestrator.protocol.messages import WAITING
 
 log = logging.getLogger("splice.orchestrator")

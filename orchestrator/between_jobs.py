@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from orchestrator.control.peers import LAUNCHER
-from orchestrator.control.router import ControlRouter
 from orchestrator.control.waiting import Report
 from orchestrator.errors import ConfigError, NodeLost, SpliceError
 from orchestrator.protocol.config import MemoryMode
@@ -29,8 +27,7 @@ from orchestrator.protocol.messages import (
     StopTrainer,
     new_id,
 )
-from orchestrator.publication.publisher import Publisher
-from orchestrator.trainer_requests import TrainerRequests
+from orchestrator.run import Run
 
 log = logging.getLogger("splice.orchestrator")
 LAUNCH_TIMEOUT_S, ORDERLY_END_S = 120.0, 45.0
@@ -41,25 +38,14 @@ MODES: tuple[MemoryMode, ...] = ("resident", "offload", "exit")
 class BetweenJobs:
     """Applies the trainer's memory mode after a job, and wakes the trainer before the next.
 
-    Args:
-        state_dir: where exit mode saves new state. It alternates with a second folder, so that a
-            save never overwrites the last durable state.
-        timeout_s: timeout of a save or an offload.
+    Exit mode saves new state in RUN_DIR/trainer_state. It alternates with a second folder, so that
+    a save never overwrites the last durable state.
     """
 
-    def __init__(
-        self,
-        *,
-        router: ControlRouter,
-        trainer: TrainerRequests,
-        publisher: Publisher,
-        state_dir: Path,
-        timeout_s: float,
-        remember: Callable[[], None],
-    ) -> None:
-        self._remember = remember
-        self._router, self._trainer, self._publisher = router, trainer, publisher
-        self._state_dir, self._timeout_s = str(state_dir.absolute()), timeout_s
+    def __init__(self, run: Run) -> None:
+        self._router, self._trainer, self._publisher = run.router, run.trainer, run.publisher
+        self._facts, self._timeout_s = run.facts, run.config.train_timeout_s
+        self._state_dir = str(run.config.run_dir.absolute() / "trainer_state")
 
     @property
     def mode(self) -> MemoryMode | None:
@@ -195,7 +181,7 @@ class BetweenJobs:
         folder = memory.free_folder(self._state_dir)
         report("saving", {"checkpoint_dir": folder})
         await self._trainer.save(folder, phase="saving before the trainer ends", report=report)
-        self._remember()
+        self._facts.remember()
 
     async def _ask_launchers(
         self,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.storage.journal import Journal
-from orchestrator.trainer_requests import TrainerMemory, moved
+from orchestrator.trainer_memory import TrainerMemory, moved
 
 _TRAINER, _SET_ASIDE, _RUN = "trainer", "set aside", "run"
 

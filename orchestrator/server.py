@@ -49,7 +49,8 @@ from orchestrator.resync import RESYNC_POLL_S, Resyncer
 from orchestrator.run import Run
 from orchestrator.storage.journal import Journal
 from orchestrator.storage.run_folder import RunFolder
-from orchestrator.trainer_requests import TrainerMemory, TrainerRequests
+from orchestrator.trainer_memory import TrainerMemory
+from orchestrator.trainer_requests import TrainerRequests
 from orchestrator.versions import PublishingJob, Versions
 
 log = logging.getLogger("splice.orchestrator")
@@ -89,28 +90,13 @@ class Orchestrator:
         """What to do about a durable state that is gone."""
         self._facts = Facts(self._journal, TrainerMemory())
         self._metrics = Metrics(self._status_aside, config.run_dir)
-        self._trainer = TrainerRequests(
-            router=self._router,
-            attempts=config.publication.attempts,
-            ready_timeout_s=config.ready_timeout_s,
-            job_timeout_s=config.train_timeout_s,
-            memory=self._facts.memory,
-            remember=self._facts.remember,
-        )
+        self._trainer = TrainerRequests(self._router, config, self._facts)
         self._publisher = Publisher(
             router=self._router,
             journal=self._journal,
             config=config.publication,
             on_phase=self._metrics.published,
             restore=self._trainer.restore,
-        )
-        self._between = BetweenJobs(
-            router=self._router,
-            trainer=self._trainer,
-            publisher=self._publisher,
-            state_dir=config.run_dir / "trainer_state",
-            timeout_s=config.train_timeout_s,
-            remember=self._facts.remember,
         )
         run = Run(
             config=config,
@@ -121,6 +107,7 @@ class Orchestrator:
             trainer=self._trainer,
             publisher=self._publisher,
         )
+        self._between = BetweenJobs(run)
         self._resync = Resyncer(run, self._between)
         self._versions = Versions(run, self._resync)
         self._operations = Operations(run)

@@ -68,7 +68,7 @@ from orchestrator.protocol.messages import (
 from splice.run_file import find_run
 from splice.run_link import Buffers, Connection, Naming, OnProgress, Result, RunLink, RunOptions
 
-LOOK_S = 1.0
+LOOK_S, WATCHED_S = 1.0, 7200.0
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -280,9 +280,7 @@ def run_watched(
     job: JobOf[Result],
     *,
     look: Callable[[], None],
-    timeout_s: float = 7200.0,
     buffers: Buffers = (),
-    job_id: str | None = None,
     on_progress: OnProgress | None = None,
 ) -> Result:
     """`SpliceClient.run`, for whoever started the roles and knows when one does not come back.
@@ -290,8 +288,8 @@ def run_watched(
     Args:
         look: called every `LOOK_S`; what it raises ends the wait.
     """
-    spec, deadline_s = cast(JobSpec, job), time.monotonic() + timeout_s
-    job_id = client.submit(spec, buffers=buffers, job_id=job_id, on_progress=on_progress)
+    deadline_s = time.monotonic() + WATCHED_S
+    job_id = client.submit(cast(JobSpec, job), buffers=buffers, on_progress=on_progress)
     while True:
         look()
         try:

@@ -101,9 +101,10 @@ class Peers:
         """Return a lost peer, or None if all live."""
         return next((i for i, peer in self.by_id.items() if peer.state == "lost"), None)
 
-    def nodes(self, role: str, *, state: str = "ready") -> list[str]:
-        """Return the ids of the nodes of this role in this state, sorted."""
-        return sorted(i for i, p in self.by_id.items() if p.hello.role == role and p.state == state)
+    def nodes(self, role: str) -> list[str]:
+        """Return the ids of the ready nodes of this role, sorted."""
+        ready = (i for i, p in self.by_id.items() if p.hello.role == role and p.state == "ready")
+        return sorted(ready)
 
     def is_connected(self, peer_id: str) -> bool:
         """Whether the peer has sent `Hello` and is not lost."""

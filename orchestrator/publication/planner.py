@@ -74,9 +74,8 @@ class Planner:
         if self._manifest is not None and self._manifest[0] == process:
             return self._manifest[1]
         request = PlanPublication(request_id=new_id("plan"), deadline_s=self._config.plan_timeout_s)
-        trainer_id = self._members.trainer_id
-        completed, _ = await self._members.router.request(trainer_id, request, phase="planning")
-        manifest = valid(trainer_id, Manifest, completed.result)
+        completed, _ = await self._members.router.request("trainer", request, phase="planning")
+        manifest = valid("trainer", Manifest, completed.result)
         self._manifest = (process, manifest)
         return manifest
 
@@ -157,7 +156,7 @@ class Planner:
             fp8=fp8,
         )
         answer, _ = await self._members.router.request(
-            self._members.trainer_id, request, phase="planning the layout"
+            "trainer", request, phase="planning the layout"
         )
         what = "layout" if tensors is None else f"layout of the {len(tensors)} tensors that change"
         log.info("%s: %s", what, _summary(layout))

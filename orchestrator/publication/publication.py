@@ -271,7 +271,7 @@ class Publication:
             version=self.version,
             changed_only=self.wire.base is not None,
         )
-        sending = self.members.ask(self.members.trainer_id, send, phase="sending")
+        sending = self.members.ask("trainer", send, phase="sending")
         self.sent, *received = await all_or_first_error([sending, *receives], on_error=self._abort)
         return dict(zip(self.replicas, received, strict=True))
 
@@ -290,7 +290,7 @@ class Publication:
 
     def _take_digests(self) -> None:
         count = len(self.wire.manifest.tensors)
-        sent = digests_of(self.members.trainer_id, self.sent, count=count)
+        sent = digests_of("trainer", self.sent, count=count)
         self.ledger.take_digests(self.version, sent, self.wire.indices)
 
     def _compare(self, received: Mapping[str, Answer], what: str) -> dict[str, str]:
@@ -344,7 +344,7 @@ class Publication:
         )
         inputs = [array.array("i", prompt).tobytes(), array.array("i", [len(prompt)]).tobytes()]
         _, own = await self.members.router.request(
-            self.members.trainer_id, forward, buffers=inputs, phase="checking the canary"
+            "trainer", forward, buffers=inputs, phase="checking the canary"
         )
         self.result.canary = {r: canary_difference(own[0], theirs) for r, theirs in asked.items()}
         await self._leave_out(canary_failures(self.wire.manifest, self.result.canary))

@@ -50,12 +50,11 @@ class Publisher:
         router: ControlRouter,
         journal: Journal,
         config: PublicationConfig,
-        trainer_id: str = "trainer",
         on_phase: Report = lambda phase, detail: None,
         restore: Callable[[str, str], Awaitable[None]],
     ) -> None:
         self._config, self._on_phase, self._restore = config, on_phase, restore
-        self._members = Members(router=router, config=config, trainer_id=trainer_id)
+        self._members = Members(router=router, config=config)
         self._planner = Planner(self._members, config)
         self._ledger = Ledger(journal)
         self._abort_first = False
@@ -218,11 +217,11 @@ class Publisher:
             NodeLost: the trainer, or every replica, was not ready in time.
         """
         publication.report("recovering", {"version": publication.version})
-        router, trainer_id = self._members.router, self._members.trainer_id
+        router = self._members.router
         replicas, timeout_s = publication.replicas, self._config.recovery_timeout_s
-        await router.wait_heard([trainer_id, *replicas], since_s=time.monotonic())
+        await router.wait_heard(["trainer", *replicas], since_s=time.monotonic())
         report = publication.report
-        await router.wait_ready([trainer_id], timeout_s=timeout_s, report=report)
+        await router.wait_ready(["trainer"], timeout_s=timeout_s, report=report)
         holder = self._members.trainer_process
         if not (publication.keeps_pending and publication.holder == holder):
             what = "restoring the version to be published"

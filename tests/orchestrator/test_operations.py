@@ -32,7 +32,7 @@ from orchestrator.protocol.messages import (
     forward_specs,
 )
 from orchestrator.protocol.node_link import NodeLink
-from orchestrator.trainer_requests import TrainerMemory
+from orchestrator.trainer_memory import TrainerMemory
 from splice.client import AsyncSpliceClient
 from tests.orchestrator.fake_nodes import FakeTrainer, soon
 from tests.orchestrator.run import BATCH, BUFFERS, JOB, TOKEN, Run, SmallBatch

@@ -20,7 +20,7 @@ from orchestrator.protocol.messages import (
     Resync,
     SaveCheckpoint,
 )
-from orchestrator.trainer_requests import MESSAGE_CHARS, TrainerMemory
+from orchestrator.trainer_memory import MESSAGE_CHARS, TrainerMemory
 from tests.orchestrator.fake_nodes import FakeLauncher, FakeTrainer, soon
 from tests.orchestrator.run import BUFFERS, JOB, TOKEN, SmallBatch
 

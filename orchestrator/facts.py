@@ -1,4 +1,4 @@
-"""What a restarted orchestrator must know besides jobs and publications.
+"""What a restarted orchestrator must know in addition to jobs and publications.
 
 The journal keeps it as facts: the trainer's state, the folder with state set aside for a resync,
 and how far each open job has come.

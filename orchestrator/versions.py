@@ -60,7 +60,7 @@ class Versions:
         if not folder or Path(folder).exists() or not self._on_disk:
             return ""
         newest = self._dir(self._on_disk[-1])
-        return f" {folder} is gone. To go on from the newest version, copy {newest} there."
+        return f" {folder} is gone. To continue from the newest version, copy {newest} there."
 
     async def run(self, job: Job, spec: PublishingJob) -> Outcome:
         """Run a job that publishes; returns what its `Completed` carries."""
@@ -246,7 +246,8 @@ class Versions:
     def _made(self, job: Job, version: int, gone: Sequence[int], **result: object) -> None:
         """Note that `version` is durable and in the trainer, and the job's result so far."""
         self._trainer.memory.version = version
-        # The trainer deletes behind its answer, and may end first. So each version is named twice.
+        # The trainer deletes after it has answered and may crash first, so each version is listed
+        # for deletion in two consecutive saves.
         left = [v for v in self._on_disk if v not in gone or v not in self._named]
         self._on_disk, self._named = [v for v in left if v != version] + [version], gone
         self._trainer.memory.saved(self._dir(version))

@@ -21,7 +21,7 @@ SpliceError                              code
 JournalError (RuntimeError) is apart, because it ends the orchestrator and not just a job.
 
 A class states its code, and its remedy if `REMEDIES` has no better one for that code. The trainer's
-own exceptions are beside the code that raises them.
+own exceptions are next to the code that raises them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Memory in use by a node: of its GPUs, or of its processes on a CPU.
 
-NVML asks the driver and needs no CUDA context. A driver that hangs holds its caller up, so a thread
-of its own asks. Heartbeats carry the thread's last answer, and never wait for it.
+NVML asks the driver and needs no CUDA context. A driver that hangs holds its caller up, so a
+separate thread asks. Heartbeats carry the thread's last answer, and never wait for it.
 """
 
 from __future__ import annotations

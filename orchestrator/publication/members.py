@@ -141,8 +141,8 @@ class Members:
 
     def _details(self, replicas: Sequence[str]) -> dict[str, InferenceDetail]:
         details = {r: self.router.peers[r].detail for r in replicas}
-        if anew := sorted(r for r, detail in details.items() if not detail):
-            raise NodeLost(f"{', '.join(anew)} has started again and is not ready yet")
+        if again := sorted(r for r, detail in details.items() if not detail):
+            raise NodeLost(f"{', '.join(again)} has started again and is not ready yet")
         return {r: InferenceDetail.model_validate(d) for r, d in details.items()}
 
     def _check_nccl(self, replicas: Sequence[str]) -> None:
@@ -161,7 +161,7 @@ class Members:
                 message=f"the trainer has NCCL {ours} and vLLM has NCCL {theirs} "
                 f"({', '.join(other)}); NCCL joins no group of two versions",
                 remedy=f"install nvidia-nccl-cu13=={theirs} in the trainer's environment "
-                "(uv pip install --no-deps), then start the trainer anew",
+                "(uv pip install --no-deps), then start the trainer again",
             )
 
     async def _open(

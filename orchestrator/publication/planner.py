@@ -51,7 +51,7 @@ class Planner:
         """What they planned to send: the trainer's manifest, with FP8 weights if the replicas hold
         such."""
         self.part: Wire | None = None
-        """An update of the changed tensors alone; None: there is none."""
+        """An update of only the changed tensors; None: there is none."""
 
     async def plan(self, version: int, replicas: Sequence[str]) -> Manifest:
         """Have all replicas check the manifest and agree on a layout; returns what is sent.

@@ -1,7 +1,7 @@
 """One attempt to bring one version from the trainer to every replica.
 
     plan      join groups, check the manifest on every replica, agree on a layout; then durable
-    move      in place, or beside the live tensors and swapped in; then finished
+    move      in place, or next to the live tensors and swapped in; then finished
               compare the live tensors' digests with the trainer's; then verified
     canary    compare log-probs on replicas that serve nothing yet
     commit    every replica moves its alias and resumes, or the attempt fails
@@ -78,7 +78,7 @@ class Publication:
     result: PublicationReport = field(init=False)
     sent: Answer = field(init=False)
     is_beside: bool = field(default=False, init=False)
-    """Bytes arrive beside the live tensors, so no failure can have changed those."""
+    """Bytes arrive next to the live tensors, so no failure can have changed those."""
     may_have_committed: bool = field(default=False, init=False)
     """The only replica was told to commit with its swap, and has not answered."""
     _pause_started_s: float = field(default=0.0, init=False)
@@ -86,7 +86,7 @@ class Publication:
     """When the only replica resumed by itself."""
 
     async def run(self) -> PublicationReport:
-        """Publish the version; leaves out replicas that alone fail, if another remains.
+        """Publish the version; leaves out replicas that fail by themselves, if another remains.
 
         Raises:
             JobFailed | PublicationError | NodeLost: the attempt failed in the ledger's state.
@@ -164,7 +164,7 @@ class Publication:
                 base_version=self.wire.base,
                 budget_bytes=self.config.shadow_bytes,
             ),
-            phase="making room beside the live tensors",
+            phase="making room next to the live tensors",
         )
         refusals = {r: a.result.get("why_not") for r, (a, _) in answers.items()}
         why = next((f"{r}: {refusal}" for r, refusal in refusals.items() if refusal), None)
@@ -190,7 +190,7 @@ class Publication:
         self.result.seconds |= seconds_of(received.values(), names)
 
     async def _move_beside(self) -> None:
-        """Send and receive beside the live tensors of every replica. Ends shadowed."""
+        """Send and receive next to the live tensors of every replica. Ends shadowed."""
         self.is_beside = True
         began = time.monotonic()
         received = await self._transfer("shadow", on_progress=lambda _i, _p: None)

@@ -108,7 +108,7 @@ class Publisher:
     ) -> PublicationReport:
         """Publish `version` to all healthy `replicas` or to none, with at most `attempts` attempts.
 
-        Leaves out a replica that is gone or alone fails its verification, if another remains.
+        Leaves out a replica that is gone or fails its verification, if another one does not.
 
         Args:
             holder: incarnation of the trainer that holds the version in memory. Another trainer

@@ -1,6 +1,6 @@
 """The log of a loop's decisions, as JSON lines, and what a restarted loop reads from it.
 
-    start    loop, run, version, config, prompts, lr    a loop begins, or goes on
+    start    loop, run, version, config, prompts, lr    a loop begins, or continues
     admit    step, group, prompt, sample, turn, attempt, version     turn 0 without an environment
     finish   group, sample, turn, attempt, spans, replica      all tokens, [version, number]
     lost     group, sample, turn, attempt, why       it is asked again, with its place in the group
@@ -15,8 +15,8 @@
     note     step, metrics                     yours, from `Loop.note`
     segment  number, past                      the file began again, with what was done so far
 
-After a step, a file of `SEGMENT_BYTES` becomes a compressed segment beside it. A start reads the
-present file alone.
+After a step, a file of `SEGMENT_BYTES` becomes a compressed segment next to it. A start reads
+only the present file.
 
 Whatever was admitted and not trained is lost at the next `start`. `at` is seconds since the epoch.
 """
@@ -424,6 +424,6 @@ def kept_batch(path: Path) -> Batch:
         return Batch(specs=specs, buffers=tuple(found["buffers"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"the log beside {path} has a step without an outcome, but its batch cannot be read "
+            f"the log next to {path} has a step without an outcome, but its batch cannot be read "
             f"({error}); restore the file, or start a loop in a new folder"
         ) from error

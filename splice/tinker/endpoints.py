@@ -47,7 +47,7 @@ def parsed(model: type[Model], body: bytes) -> Model:
         raise malformed(f"{where}: {first['msg']}") from error
 
 
-# ---------------------------------------------------------------- what Tinker has besides
+# ---------------------------------------------------------------- what only Tinker has
 
 REFUSED: dict[tuple[str, str], str] = {
     ("POST", "/retrieve_futures"): "one poll for all samples; `client/config` turns it off",

@@ -3,7 +3,7 @@
 A snapshot is `name@N`: vLLM refuses the name once another version is served, so an old snapshot is
 never served wrong. With `old_snapshots` it is served again, as a later version, and every sample
 waits for its turn (`snapshots`). An inflight sampler is the alias; a stream then names the version
-of every token. Futures of samples are in memory alone.
+of every token. Futures of samples are only in memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from splice.tinker.wire import Sampled, Samples, TopK, sample_output
 
 log = logging.getLogger("splice.tinker")
 KEPT, KEPT_BYTES = 4096, 256 * 2**20
-"""Newest samples whose results stay, besides those that run, and their bytes."""
+"""Newest samples whose results stay, in addition to those that run, and their bytes."""
 SCORES_AT_ONCE = 2
 """Scores of the base model that wait for the trainer on a thread each."""
 RETRY_S = 0.5
@@ -443,7 +443,7 @@ def sampling_fields(asked: types.SampleRequest, *, room: int) -> dict[str, Any]:
     """Return the sampling settings as vLLM names them. `stop: []` means no end but the length.
 
     Args:
-        room: tokens that fit behind the prompt.
+        room: tokens that fit after the prompt.
     """
     params = asked.sampling_params
     fields: dict[str, Any] = {

@@ -159,7 +159,7 @@ class Service:
         """Count a request that is refused within: later ones do not wait for it.
 
         Args:
-            is_part: it may be a part of a batch, so the step behind it is refused too.
+            is_part: it may be a part of a batch, so the step after it is refused too.
         """
         try:
             yield

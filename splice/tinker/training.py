@@ -255,7 +255,7 @@ class Training:
     def _check_whole(self, request: Request) -> None:
         """Refuse a step on a part of a batch, and drop the gradients of that part.
 
-        The SDK sends a batch in several passes, and the step behind them before it has an answer.
+        The SDK sends a batch in several passes, and then the step, before it has an answer.
 
         Raises:
             Refused: a pass since the last step was refused or failed.

@@ -46,7 +46,7 @@ class Request(Message):
 
 
 class TensorSpec(Message):
-    """One tensor of a manifest, or one raw buffer behind a body. `shape` is in elements,
+    """One tensor of a manifest, or one raw buffer after a body. `shape` is in elements,
     row-major."""
 
     name: str = Field(max_length=1024)

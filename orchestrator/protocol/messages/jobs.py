@@ -215,7 +215,7 @@ class ExportHf(Message):
     output_dir: str = Field(min_length=1)
     """A new folder on the trainer's host."""
     shard_bytes: int = Field(default=5 * 10**9, gt=0)
-    """Largest safetensors file, unless one tensor alone is larger."""
+    """Largest safetensors file, unless a single tensor is larger."""
     fp8_like: str | None = Field(default=None, min_length=1)
     """A checkpoint of this model in block-scaled FP8, on the host of the trainer's rank 0. The
     export then has FP8 weights where that one has them. None: bf16, or the trainer's dtype."""

@@ -47,6 +47,7 @@ from orchestrator.publication.publisher import Publisher
 from orchestrator.publication.state import after_restart
 from orchestrator.resync import RESYNC_POLL_S, Resyncer
 from orchestrator.run import Run
+from orchestrator.storage.files import replace_file
 from orchestrator.storage.journal import Journal
 from orchestrator.storage.run_folder import RunFolder
 from orchestrator.trainer_memory import TrainerMemory
@@ -198,10 +199,7 @@ class Orchestrator:
         endpoint = reachable_url(bound)
         token = self._config.run_token
         for name, text in (("token", token), ("bound", bound), ("endpoint", endpoint)):
-            part = path.with_name(f"{name}.part")
-            part.touch(mode=0o600)
-            part.write_text(text)
-            part.replace(path.with_name(name))
+            replace_file(path.with_name(name), text, mode=0o600)
         log.info(
             "run %s listens at %s (also in %s)%s; waiting for the trainer and %d inference node(s)",
             self._config.name,

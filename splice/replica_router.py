@@ -32,6 +32,7 @@ from orchestrator.errors import SpliceError
 from orchestrator.processes.interfaces import reachable_url
 from orchestrator.processes.logs import log_to_stderr
 from orchestrator.protocol.messages import NodeStatus
+from orchestrator.storage.files import replace_file
 from splice.client import AsyncSpliceClient
 from splice.replicas import Replica, Replicas
 from splice.run_file import load
@@ -259,9 +260,7 @@ async def serve(run_dir: Path, *, host: str, port: int, max_body_bytes: int) -> 
     path = run_dir / URL_FILE
     try:
         bound = await _bind(runner, host, port or _last_port(path), may_be_another=port == 0)
-        part = path.with_suffix(".part")
-        part.write_text(reachable_url(f"http://{host}:{bound}"))
-        part.replace(path)
+        replace_file(path, reachable_url(f"http://{host}:{bound}"))
         log.info("the router listens on %s:%d", host, bound)
         async with AsyncSpliceClient.of_run(run_dir) as client:
             await router.follow(client)

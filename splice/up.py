@@ -38,6 +38,7 @@ from orchestrator.processes.python import python_command, python_environment
 from orchestrator.processes.restarts import RestartBudget
 from orchestrator.protocol.config import without_weights
 from orchestrator.protocol.messages import InitialSync, Resync
+from orchestrator.storage.files import replace_file
 from orchestrator.storage.journal import kept_token
 from orchestrator.storage.run_folder import RunFolder
 from splice import disk
@@ -391,9 +392,8 @@ class _State:
 
     def write(self, phase: str, text: str, **more: object) -> None:
         """Phase: starting, up, failed or ended."""
-        part = self._path.with_suffix(".part")
-        part.write_text(json.dumps({**self._own, "phase": phase, "text": text, **more}, indent=1))
-        part.replace(self._path)
+        found = {**self._own, "phase": phase, "text": text, **more}
+        replace_file(self._path, json.dumps(found, indent=1))
 
 
 def supervise(config: Path, *, publish: bool) -> int:

@@ -42,6 +42,7 @@ import msgpack
 from orchestrator.errors import ConfigError
 from orchestrator.processes import locks
 from orchestrator.protocol.messages import TensorSpec
+from orchestrator.storage.files import replace_file, sync_folder
 from splice.batches import Batch
 
 LOG, BATCH, STATUS = "decisions.jsonl", "batch.msgpack", "status.json"
@@ -157,7 +158,7 @@ class DecisionLog(_Locked):
             out.flush()
             os.fsync(out.fileno())
         part.replace(segment)
-        _sync_folder(segment.parent)  # before the lines are cut off
+        sync_folder(segment.parent)  # before the lines are cut off
         self._begin_anew(number)
 
     def _begin_anew(self, number: int) -> None:
@@ -386,22 +387,9 @@ class Order:
 
 def keep_batch(path: Path, batch: Batch) -> None:
     """Make a step's batch durable, in place of the one before."""
-    part = path.with_suffix(".part")
     specs = [spec.model_dump(mode="json") for spec in batch.specs]
-    with part.open("wb") as file:
-        file.write(msgpack.packb({"specs": specs, "buffers": list(map(bytes, batch.buffers))}))
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    kept = msgpack.packb({"specs": specs, "buffers": list(map(bytes, batch.buffers))})
+    replace_file(path, kept, durable=True)
 
 
 def set_aside(folder: Path, step: int) -> Path:

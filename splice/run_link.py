@@ -378,14 +378,7 @@ def _result(job: JobOf[Result], outcome: Envelope) -> Result:
                 "orchestrator may be of different versions of splice"
             ) from error
     if isinstance(message, Failed):
-        raise JobFailed(
-            code=message.code,
-            node=message.node,
-            phase=message.phase,
-            message=message.message,
-            remedy=message.remedy,
-            steps_taken=message.steps_taken,
-        )
+        raise message.as_error(node=message.node)
     if isinstance(message, Cancelled):
         raise JobFailed(
             code=ErrorCode.CANCELLED,

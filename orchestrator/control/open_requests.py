@@ -143,16 +143,7 @@ class OpenRequests:
         if isinstance(message, Completed):
             entry.done.set_result((message, buffers))
             return entry.work
-        entry.done.set_exception(
-            JobFailed(
-                code=message.code,
-                node=peer_id,
-                phase=message.phase,
-                message=message.message,
-                remedy=message.remedy,
-                steps_taken=message.steps_taken,
-            )
-        )
+        entry.done.set_exception(message.as_error(node=peer_id))
         return ""
 
     def _asked(self, peer_id: str, request_id: str) -> OpenRequest | None:

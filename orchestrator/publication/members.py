@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from orchestrator.control.open_requests import Answer
 from orchestrator.control.router import ControlRouter
 from orchestrator.errors import JobFailed, NodeLost, SpliceError
 from orchestrator.protocol.messages import (
@@ -25,7 +26,7 @@ from orchestrator.protocol.messages import (
     SwapWeights,
     new_id,
 )
-from orchestrator.publication.answers import Answer, all_or_first_error, valid
+from orchestrator.publication.answers import all_or_first_error, valid
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.report import Report
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from orchestrator.control.open_requests import Answer
 from orchestrator.errors import JobFailed, NodeLost, SpliceError, VerificationError
 from orchestrator.protocol.messages import (
     CANARY,
@@ -35,7 +36,7 @@ from orchestrator.protocol.messages import (
     forward_specs,
     new_id,
 )
-from orchestrator.publication.answers import Answer, all_or_first_error, digests_of, seconds_of
+from orchestrator.publication.answers import all_or_first_error, digests_of, seconds_of
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.ledger import Ledger
 from orchestrator.publication.members import Members

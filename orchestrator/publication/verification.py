@@ -10,9 +10,10 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+from orchestrator.control.open_requests import Answer
 from orchestrator.errors import JobFailed, VerificationError
 from orchestrator.protocol.messages import Manifest
-from orchestrator.publication.answers import Answer, ReceiveAnswer, digests_of, valid
+from orchestrator.publication.answers import ReceiveAnswer, digests_of, valid
 
 CANARY_TOKENS = 12
 CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.5}

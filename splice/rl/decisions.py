@@ -136,7 +136,7 @@ class DecisionLog(_Locked):
         cut_torn_line(path)
         self._path = path
         if (number := len(segments(path))) > _number(path):  # a crash came between copy and cut
-            self._begin_anew(number)
+            self._begin_again(number)
 
     def write(self, event: str, *, durable: bool = False, **fields: Any) -> None:
         """Append a decision; `durable`: it is on disk when the call returns."""
@@ -159,9 +159,9 @@ class DecisionLog(_Locked):
             os.fsync(out.fileno())
         part.replace(segment)
         sync_folder(segment.parent)  # before the lines are cut off
-        self._begin_anew(number)
+        self._begin_again(number)
 
-    def _begin_anew(self, number: int) -> None:
+    def _begin_again(self, number: int) -> None:
         found = asdict(_past(segments(self._path)[-1]))
         self._file.truncate(0)
         self.write("segment", durable=True, number=number, past=found)
@@ -332,16 +332,13 @@ def _take(found: Past, line: dict[str, Any]) -> None:
         found.open = found.last = line
     elif event == "reopened":
         found.reopen()
-    elif event == "failed" and "aside" in line:
+    elif event == "trained" or "aside" in line or line["steps_taken"]:
         if found.open is not None:
             found.done, found.groups = line["step"], found.open["groups"][-1] + 1
         found.open, found.attempt = None, 0
-    elif event == "trained" or line["steps_taken"]:
-        if found.open is not None:
-            found.done, found.groups = line["step"], found.open["groups"][-1] + 1
-        found.open, found.attempt = None, 0
-        found.published = event == "trained"
-        if found.published:
+        if "aside" not in line:
+            found.published = event == "trained"
+        if event == "trained":
             found.made.add(line["version"])
     elif line["code"] in PASSING and found.open is not None:
         found.open["attempt"] += 1  # this id has its outcome

@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from orchestrator.control.peers import LAUNCHER
 from orchestrator.control.waiting import Report
 from orchestrator.errors import ConfigError, NodeLost, SpliceError
 from orchestrator.protocol.config import MemoryMode
 from orchestrator.protocol.messages import (
+    AnyMessage,
     ReleaseMemory,
     Shutdown,
     StartTrainer,
     StopTrainer,
-    new_id,
 )
 from orchestrator.run import Run
 
@@ -89,11 +89,8 @@ class BetweenJobs:
         if not self._router.is_connected("trainer"):
             report("starting the trainer", {"hosts": launchers})
             await self._ask_launchers(
-                [
-                    StartTrainer(request_id=new_id("start"), deadline_s=LAUNCH_TIMEOUT_S)
-                    for _ in launchers
-                ],
                 launchers,
+                lambda: StartTrainer(deadline_s=LAUNCH_TIMEOUT_S),
                 phase="starting the trainer",
             )
 
@@ -110,7 +107,7 @@ class BetweenJobs:
         """
         if self.mode == "offload":
             await self._trainer.ask(
-                ReleaseMemory(request_id=new_id("release"), deadline_s=self._timeout_s),
+                ReleaseMemory(deadline_s=self._timeout_s),
                 phase="offloading",
                 report=report,
             )
@@ -141,11 +138,8 @@ class BetweenJobs:
         report("ending the trainer", {})
         launchers = await self._launchers()
         await self._ask_launchers(
-            [
-                StopTrainer(request_id=new_id("stop"), deadline_s=LAUNCH_TIMEOUT_S, grace_s=grace_s)
-                for _ in launchers
-            ],
             launchers,
+            lambda: StopTrainer(deadline_s=LAUNCH_TIMEOUT_S, grace_s=grace_s),
             phase="ending the trainer",
         )
         self._router.forget("trainer")
@@ -184,13 +178,6 @@ class BetweenJobs:
         self._facts.remember()
 
     async def _ask_launchers(
-        self,
-        requests: Sequence[StartTrainer | StopTrainer],
-        launchers: Sequence[str],
-        *,
-        phase: str,
+        self, launchers: Sequence[str], make: Callable[[], AnyMessage], *, phase: str
     ) -> None:
-        pairs = zip(launchers, requests, strict=True)
-        await asyncio.gather(
-            *(self._router.request(launcher, request, phase=phase) for launcher, request in pairs)
-        )
+        await asyncio.gather(*(self._router.request(i, make(), phase=phase) for i in launchers))

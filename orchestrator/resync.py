@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from orchestrator.between_jobs import BetweenJobs
 from orchestrator.control.waiting import Report
 from orchestrator.errors import JournalError, SpliceError
-from orchestrator.protocol.messages import LoadCheckpoint, new_id
+from orchestrator.protocol.messages import LoadCheckpoint
 from orchestrator.run import Run
 
 log = logging.getLogger("splice.orchestrator")
@@ -107,10 +107,8 @@ class Resyncer:
             await self._load(kept, report, is_put_back=True)
 
     async def _load(self, folder: str, report: Report, *, is_put_back: bool = False) -> None:
-        load, request_id = LoadCheckpoint(checkpoint_dir=folder), new_id("load")
-        completed, _ = await self._trainer.run(
-            load, request_id=request_id, phase="loading", report=report
-        )
+        load = LoadCheckpoint(checkpoint_dir=folder)
+        completed, _ = await self._trainer.run(load, phase="loading", report=report)
         self._trainer.memory.heard(completed.result)
         self._trainer.memory.loaded(folder)
         if completed.result.get("adapter_changed"):

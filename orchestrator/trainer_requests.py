@@ -89,9 +89,9 @@ class TrainerRequests:
         job: TrainMerged | Operation,
         buffers: Sequence[bytes] = (),
         *,
-        request_id: str,
         phase: str,
         report: Report,
+        request_id: str = "",
         replaces_state: bool = False,
         **saves: Unpack[Saves],
     ) -> Answer:
@@ -104,20 +104,21 @@ class TrainerRequests:
     async def save(self, folder: str, *, phase: str, report: Report) -> None:
         """Have the state saved to a folder of the orchestrator's."""
         job = SaveCheckpoint(checkpoint_dir=folder)
-        completed, _ = await self.run(job, request_id=new_id("save"), phase=phase, report=report)
+        completed, _ = await self.run(job, phase=phase, report=report)
         self.memory.heard(completed.result)
         self.memory.saved(folder)
 
     async def restore(self, folder: str, phase: str) -> None:
         """Have the process that is there load a checkpoint, whatever it holds."""
-        load = self._run_job(LoadCheckpoint(checkpoint_dir=folder), request_id=new_id("load"))
+        load = self._run_job(LoadCheckpoint(checkpoint_dir=folder))
         answer, _ = await self._router.request("trainer", load, phase=phase)
         self.memory.heard(answer.result)
 
     def _run_job(
-        self, job: TrainMerged | Operation, *, request_id: str, **saves: Unpack[Saves]
+        self, job: TrainMerged | Operation, *, request_id: str = "", **saves: Unpack[Saves]
     ) -> RunJob:
         saves.setdefault("version", self.memory.version)
+        request_id = request_id or new_id("request")
         return RunJob(request_id=request_id, deadline_s=self._job_timeout_s, job=job, **saves)
 
     async def ask(

@@ -24,7 +24,6 @@ from orchestrator.protocol.messages import (
     Rendezvous,
     SendWeights,
     SwapWeights,
-    new_id,
 )
 from orchestrator.publication.answers import all_or_first_error, valid
 from orchestrator.publication.config import PublicationConfig
@@ -90,7 +89,7 @@ class Members:
         await self._abort_update(replica, why)
         timeout_s = self._config.commit_timeout_s
         # Nobody waits for the answer: an excluded replica must not hold up the others.
-        leave = LeaveAlias(request_id=new_id("out"), deadline_s=timeout_s, reason=why)
+        leave = LeaveAlias(deadline_s=timeout_s, reason=why)
         await self._tell(replica, leave)
 
     async def _abort_send(self, why: str) -> None:
@@ -176,7 +175,6 @@ class Members:
                 listening.set_result({r: valid("trainer", Rendezvous, at.get(r)) for r in replicas})
 
         request = OpenTransferGroup(
-            request_id=new_id("open"),
             deadline_s=self._config.join_timeout_s,
             transport=self._config.transport,
             replicas={r: detail.workers for r, detail in self._details(replicas).items()},
@@ -200,9 +198,7 @@ class Members:
             ) from None
         await self.ask_all(
             replicas,
-            lambda r: JoinTransferGroup(
-                request_id=new_id("join"), deadline_s=timeout_s, rendezvous=where[r]
-            ),
+            lambda r: JoinTransferGroup(deadline_s=timeout_s, rendezvous=where[r]),
             phase="joining the transfer group",
         )
 
@@ -214,7 +210,7 @@ class Members:
         joined, self.joined = self.joined, {}
         replicas = [i for i in joined if i != "trainer" and self.router.is_connected(i)]
         for node_id in ["trainer", *replicas] if joined else ():
-            leave = LeaveTransferGroup(request_id=new_id("leave"), deadline_s=LEAVE_S)
+            leave = LeaveTransferGroup(deadline_s=LEAVE_S)
             try:
                 await self.router.request(node_id, leave, phase="leaving the transfer group")
             except SpliceError as error:

@@ -18,7 +18,6 @@ from orchestrator.protocol.messages import (
     UseLayout,
     WireLayout,
     fp8_manifest,
-    new_id,
 )
 from orchestrator.publication.answers import PrepareAnswer, valid
 from orchestrator.publication.config import PublicationConfig
@@ -73,7 +72,7 @@ class Planner:
         process = self._members.trainer_process
         if self._manifest is not None and self._manifest[0] == process:
             return self._manifest[1]
-        request = PlanPublication(request_id=new_id("plan"), deadline_s=self._config.plan_timeout_s)
+        request = PlanPublication(deadline_s=self._config.plan_timeout_s)
         completed, _ = await self._members.router.request("trainer", request, phase="planning")
         manifest = valid("trainer", Manifest, completed.result)
         self._manifest = (process, manifest)
@@ -99,7 +98,6 @@ class Planner:
             answers = await self._members.ask_all(
                 replicas,
                 lambda _, order=order: PrepareUpdate(  # type: ignore[misc]
-                    request_id=new_id("prepare"),
                     deadline_s=self._config.plan_timeout_s,
                     version=version,
                     manifest=manifest,
@@ -149,7 +147,6 @@ class Planner:
         Returns: None, or why the trainer cannot.
         """
         request = UseLayout(
-            request_id=new_id("layout"),
             deadline_s=self._config.plan_timeout_s,
             layout=layout,
             part=tensors,

@@ -159,7 +159,6 @@ class Publication:
         answers = await self.members.ask_all(
             self.replicas,
             lambda _: PrepareShadow(
-                request_id=new_id("shadow"),
                 deadline_s=self.config.plan_timeout_s,
                 version=self.version,
                 base_version=self.wire.base,
@@ -221,7 +220,6 @@ class Publication:
             self.members.ask(
                 replica,
                 SwapWeights(
-                    request_id=new_id("swap"),
                     deadline_s=self.config.transfer_timeout_s,
                     version=self.version,
                     pause_mode=self.config.pause_mode,
@@ -253,7 +251,6 @@ class Publication:
             self.members.ask(
                 replica,
                 ReceiveWeights(
-                    request_id=new_id("receive"),
                     deadline_s=timeout_s,
                     version=self.version,
                     pause_mode=self.config.pause_mode,
@@ -267,7 +264,6 @@ class Publication:
             for replica in self.replicas
         ]
         send = SendWeights(
-            request_id=new_id("send"),
             deadline_s=timeout_s,
             version=self.version,
             changed_only=self.wire.base is not None,
@@ -367,9 +363,7 @@ class Publication:
 
         async def commit(replica: str) -> None:
             timeout_s = self.config.commit_timeout_s
-            request = CommitUpdate(
-                request_id=new_id("commit"), deadline_s=timeout_s, version=self.version
-            )
+            request = CommitUpdate(deadline_s=timeout_s, version=self.version)
             await self.members.router.request(replica, request, phase="committing")
             resumed_s.append(time.monotonic())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import uuid
 from typing import Annotated, Literal
@@ -37,10 +38,15 @@ class Message(BaseModel):
     )
 
 
+def new_id(prefix: str) -> str:
+    """Return a fresh request, job or client id."""
+    return f"{prefix}-{uuid.uuid4().hex[:12]}"
+
+
 class Request(Message):
     """Base of what the orchestrator asks a node to do."""
 
-    request_id: str
+    request_id: str = Field(default_factory=functools.partial(new_id, "request"))
     deadline_s: float = Field(gt=0)
     """Seconds from receipt within which the node must complete or fail the request."""
 
@@ -73,11 +79,6 @@ _NODE_ID: TypeAdapter[str] = TypeAdapter(NodeId)
 
 CANARY = "canary"
 """Prefix of the ids of a canary's requests."""
-
-
-def new_id(prefix: str) -> str:
-    """Return a fresh request, job or client id."""
-    return f"{prefix}-{uuid.uuid4().hex[:12]}"
 
 
 def check_node_id(text: str) -> str:

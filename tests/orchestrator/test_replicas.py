@@ -132,6 +132,7 @@ def test_that_its_vllm_has_ended_is_heard_of_one_that_was_silent(run):
 def test_one_that_was_silent_is_not_taken_for_restarted_again(run):
     run.b.restarted()
     assert soon(lambda: run.b.served == [V0, V0])
+    assert soon(lambda: not run.orchestrator._publisher.bare_replicas())
     run.lose("inference-1")
     assert soon(lambda: run.states()["inference-1"] == "ready" and run.b.times_forgotten > 0)
     time.sleep(1.5)

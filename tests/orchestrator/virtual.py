@@ -374,9 +374,9 @@ class World:
     def peers(self) -> dict[str, Peer]:
         return {i: n.peer for i, n in self.members.items()}
 
-    def nodes(self, role: str, *, state: str = "ready") -> list[str]:
+    def nodes(self, role: str) -> list[str]:
         return sorted(
-            i for i, n in self.members.items() if n.role == role and n.peer.state == state
+            i for i, n in self.members.items() if n.role == role and n.peer.state == "ready"
         )
 
     def is_connected(self, peer_id: str) -> bool:

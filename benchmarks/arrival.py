@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from benchmarks.harness import Case
 from benchmarks.timing import seconds
 from orchestrator.protocol.frames import decode, encode
-from orchestrator.protocol.messages import LossSpec, OptimParams, TrainMerged, batch_specs
+from orchestrator.protocol.messages import LossSpec, OptimParams, RunJob, TrainMerged, batch_specs
 
 if TYPE_CHECKING:
     from trainer_node.training.batch import Batch
@@ -36,7 +36,7 @@ def run(*, device: str, small: bool) -> list[Case]:
     num_sequences = 16 if small else 512
     arrays, lengths = _batch(num_sequences)
     message, buffers = _job(arrays)
-    frames = [bytes(f) for f in encode(message, buffers)]
+    frames = [bytes(f) for f in encode(_request(message), buffers)]
     pickled, place = _pickled(arrays, lengths), torch.device(device)
 
     def ours() -> None:
@@ -80,15 +80,15 @@ def _lay_out(batch: Batch, device: str) -> None:
     )
 
 
+def _request(job: TrainMerged) -> RunJob:
+    return RunJob(request_id="r", deadline_s=60, job=job, version=1, checkpoint_dir="v")
+
+
 def _job(arrays: dict[str, np.ndarray]) -> tuple[TrainMerged, list[bytes]]:
     specs = batch_specs(
         num_sequences=len(arrays["sequence_lengths"]), num_tokens=len(arrays["tokens"])
     )
     message = TrainMerged(
-        request_id="r",
-        deadline_s=60,
-        version=1,
-        checkpoint_dir="v",
         tensors=specs,
         loss=LossSpec(name="grpo"),
         optim=OptimParams(lr=1e-4),

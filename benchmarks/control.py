@@ -27,10 +27,10 @@ from statistics import quantiles
 from tempfile import TemporaryDirectory
 
 from benchmarks.harness import Case
-from orchestrator.journal import Journal
 from orchestrator.processes.launch import NodeProcess
-from orchestrator.protocol.messages import Hello, Ready, TrainLoraJob, batch_specs
+from orchestrator.protocol.messages import Hello, Ready, TrainLora, batch_specs
 from orchestrator.protocol.node_link import NodeLink
+from orchestrator.storage.journal import Journal
 from splice.client import SpliceClient
 from splice.run_file import RunFile
 
@@ -100,7 +100,7 @@ def _round_trips(count: int, folder: Path) -> list[float]:
         endpoint = _endpoint(run_dir, orchestrator)
         with _python_process(["benchmarks.control", endpoint], log=folder / "node.log"):
             buffers = [bytes(s.nbytes) for s in _specs()]
-            job = TrainLoraJob(tensors=_specs(), output_dir=str(folder / "adapter"))
+            job = TrainLora(tensors=_specs(), output_dir=str(folder / "adapter"))
             samples = []
             with SpliceClient(endpoint=endpoint, run_token=TOKEN) as client:
                 for _ in range(count + WARM_UP_JOBS):

@@ -27,11 +27,11 @@ from benchmarks.convergence_control import Task, job_prompts
 from benchmarks.harness import Case, Result, inference_python
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import (
-    InitialSyncJob,
+    InitialSync,
     KlSpec,
     LossSpec,
     OptimParams,
-    TrainMergedJob,
+    TrainMerged,
 )
 from splice.cluster import Cluster
 from splice.run_file import RunFile
@@ -147,7 +147,7 @@ def merged_run(model: Path, *, seed: int, jobs: int, work: Path) -> Curve:
     """
     task = Task()
     with Cluster(_run_file(model, seed=seed, work=work, task=task)) as cluster:
-        cluster.client.run(InitialSyncJob())
+        cluster.client.run(InitialSync())
         rewards = asyncio.run(_answer_ids(cluster.base_urls[0]))
         curve: Curve = {name: [] for name in METRICS}
         for job in range(1, jobs + 1):
@@ -161,7 +161,7 @@ def merged_run(model: Path, *, seed: int, jobs: int, work: Path) -> Curve:
                     f"job {job} was sampled from versions {versions}, not from {job - 1} alone"
                 )
             batch = rollouts.build_batch(groups)
-            spec = TrainMergedJob(loss=_loss(task), optim=_optim(task), tensors=batch.specs)
+            spec = TrainMerged(loss=_loss(task), optim=_optim(task), tensors=batch.specs)
             metrics = cluster.client.run(spec, buffers=batch.buffers).metrics
             curve["reward"].append(batch.reward_mean)
             curve["kl"].append(metrics["kl_mean"])

@@ -45,7 +45,7 @@ from orchestrator.protocol.config import (
     Numerics,
     RoundingMode,
 )
-from orchestrator.protocol.messages import InitialSyncJob, LossSpec, OptimParams
+from orchestrator.protocol.messages import InitialSync, LossSpec, OptimParams
 from splice.batches import Completion
 from splice.cluster import Cluster
 from splice.preflight import share_a_gpu
@@ -164,7 +164,7 @@ def train(arm: Arm, run: Run, curve: Curve) -> None:
     else:
         lr = task.full_lr if arm.finetuning_type == "full" else task.lora_lr
         with Cluster(_cluster_config(arm, run)) as cluster:
-            cluster.client.run(InitialSyncJob())
+            cluster.client.run(InitialSync())
             loop = Loop(
                 cluster.client,
                 run.work / "loop",

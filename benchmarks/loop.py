@@ -40,7 +40,7 @@ import numpy as np
 
 from benchmarks import clusters, turns
 from benchmarks.harness import Case
-from orchestrator.protocol.messages import InitialSyncJob, LossSpec, OptimParams, PauseMode
+from orchestrator.protocol.messages import InitialSync, LossSpec, OptimParams, PauseMode
 from splice.batches import Completion
 from splice.client import SpliceClient
 from splice.cluster import Cluster
@@ -85,7 +85,7 @@ def run(*, device: str, small: bool) -> list[Case]:
                 keep_versions=3,
             )
             with turns.started(Cluster(cluster_config)) as cluster, turns.alone():
-                cluster.client.run(InitialSyncJob())
+                cluster.client.run(InitialSync())
                 config = loop_config(device, MODES["strict"], count)
                 length = _length(cluster.client, folder, device, config)
                 rows = make_rows(count, length)

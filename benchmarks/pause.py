@@ -24,7 +24,7 @@ tokens, requests lost, tokens per second.
                              tokens_per_s, requests_lost    as above
 
 A publication of the first kind is a `Resync`: all tensors, verified. One of the second kind is a
-`PublishJob` of an attention-only LoRA, verified, in pause mode keep_kv (SPLICE_BENCH_SHADOW_PAUSE
+`Publish` of an attention-only LoRA, verified, in pause mode keep_kv (SPLICE_BENCH_SHADOW_PAUSE
 names another): with `keep` the gap is mostly the re-prefill, which is measured above. The trainer
 does nothing else meanwhile.
 """
@@ -44,12 +44,12 @@ from benchmarks import clusters
 from benchmarks.harness import Case, inference_python
 from benchmarks.stream import Streams, largest_gap_s, largest_gap_within_s, step_s, tokens_per_s
 from orchestrator.protocol.messages import (
-    InitialSyncJob,
+    InitialSync,
     JobSpec,
     PauseMode,
     PublicationMode,
-    PublishJob,
-    ResyncJob,
+    Publish,
+    Resync,
 )
 from splice.cluster import Cluster
 from splice.preflight import read_model_config
@@ -147,7 +147,7 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
                 load,
                 folder / "model",
                 [(pause_mode, mode) for mode in _BESIDE],
-                PublishJob(),
+                Publish(),
             )
             seen = {mode: beside[pause_mode, mode] for mode in _BESIDE}
             more = {"pause_mode": pause_mode}
@@ -166,7 +166,7 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
             max_num_seqs=load.streams,
         )
         ours = _ours(
-            config, load, folder / "model", [(mode, "in_place") for mode in modes], ResyncJob()
+            config, load, folder / "model", [(mode, "in_place") for mode in modes], Resync()
         )
     for mode in modes:
         yield from _cases(f"{shape}/{mode}", ours[mode, "in_place"], stock, settings)
@@ -285,7 +285,7 @@ def _ours(
     """One cluster, published to in each of the ways; the first one is the config's."""
     found = {}
     with Cluster(config) as cluster:
-        cluster.client.run(InitialSyncJob())
+        cluster.client.run(InitialSync())
         for way in ways:
             if way != ways[0]:
                 clusters.restart_orchestrator(cluster, pause_mode=way[0], mode=way[1])

@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from benchmarks import clusters, loop, turns
 from benchmarks.harness import Case
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.messages import InitialSyncJob
+from orchestrator.protocol.messages import InitialSync
 from splice.cluster import Cluster
 from splice.rl import Step
 
@@ -50,7 +50,7 @@ def run(*, device: str, small: bool) -> list[Case]:
             vllm=FLAGS,
         )
         with turns.started(Cluster(wanted)) as cluster, turns.alone():
-            cluster.client.run(InitialSyncJob())
+            cluster.client.run(InitialSync())
             without, replayed = (
                 loop.first_steps(
                     cluster.client,

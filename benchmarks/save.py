@@ -30,12 +30,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from benchmarks.harness import Case
+
+if TYPE_CHECKING:
+    from orchestrator.protocol.messages import TrainLora, TrainMerged
 
 RANK = 16
 Step = tuple[float, float]
@@ -224,9 +227,11 @@ class _Steps:
     def announced(self) -> dict[str, float]:
         """As `behind`, with the next batch there: the same one, which the next round takes."""
         from orchestrator.protocol.frames import Envelope
-        from orchestrator.protocol.messages import NextBatch
+        from orchestrator.protocol.messages import NextBatch, TrainMerged
 
-        told = Envelope(message=NextBatch(**self._fields), buffers=tuple(self._buffers))
+        told = Envelope(
+            message=NextBatch(job=TrainMerged(**self._fields)), buffers=tuple(self._buffers)
+        )
         self._link = SimpleNamespace(next_batch=told, progress=lambda *_, **__: None)
         try:
             return self._merged()
@@ -242,7 +247,8 @@ class _Steps:
         from orchestrator.protocol.messages import TrainMerged
 
         out = self._folder / str(self._version)
-        seconds = self._ask(TrainMerged, version=self._version, checkpoint_dir=str(out))
+        job = TrainMerged(**self._fields)
+        seconds = self._ask(job, version=self._version, checkpoint_dir=str(out))
         shutil.rmtree(self._folder / str(self._version - 2), ignore_errors=True)
         return seconds
 
@@ -253,21 +259,20 @@ class _Steps:
 
         checkpoint.settle(self._trainer)
         self._trainer.behind.step_waited_s = 0.0
-        return self._ask(TrainLora, output_dir=str(self._folder / "adapter"))
+        return self._ask(TrainLora(output_dir=str(self._folder / "adapter"), **self._fields))
 
-    def _ask(self, kind: type, **fields: object) -> dict[str, float]:
+    def _ask(self, job: TrainMerged | TrainLora, **saves: Any) -> dict[str, float]:
+        from orchestrator.protocol.messages import RunJob
         from trainer_node.request import Request
 
-        message = kind(request_id="benchmark", deadline_s=3600, **fields, **self._fields)
-        request = Request(
-            message=message,
+        request: Request[Any] = Request(
+            sent=RunJob(request_id="benchmark", deadline_s=3600, job=job, **saves),
             buffers=self._buffers,
             received_s=time.monotonic(),
             link=self._link,
             aborts={},
-            phase="",
         )
-        result: dict[str, float] = self._jobs.handlers[kind](request).result["seconds"]
+        result: dict[str, float] = self._jobs.handlers[type(job)](request).result["seconds"]
         return result
 
 

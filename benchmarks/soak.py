@@ -44,11 +44,11 @@ from benchmarks.harness import Case
 from benchmarks.stream import Streams
 from orchestrator.processes.child import descendants
 from orchestrator.protocol.messages import (
-    InitialSyncJob,
+    InitialSync,
     LossSpec,
     OptimParams,
     TensorSpec,
-    TrainMergedJob,
+    TrainMerged,
     batch_specs,
 )
 from splice.cluster import Cluster
@@ -119,7 +119,7 @@ def _soak(
         max_restarts=10**6,
     )
     with Cluster(config) as cluster:
-        cluster.client.run(InitialSyncJob())
+        cluster.client.run(InitialSync())
         vocab_size = int(read_model_config(config.trainer.model)["vocab_size"])
         streams = Streams(
             base_url=cluster.base_urls[0],
@@ -166,7 +166,7 @@ def _run_job(
 ) -> float:
     """Seconds of one job; the trainer's ranks are killed in it after so many."""
     specs, buffers = _batch(dice, vocab_size)
-    job = TrainMergedJob(
+    job = TrainMerged(
         loss=LossSpec(name="cross_entropy"), optim=OptimParams(lr=1e-4), tensors=specs
     )
     with _killing(cluster, kill_after_s):

@@ -2,7 +2,7 @@
 running stream, in one run.
 
     SHAPE/lora-all/1to1                `Resync`: every tensor is sent
-    SHAPE/lora-attn/1to1               `PublishJob`: what training changed, as far as the
+    SHAPE/lora-attn/1to1               `Publish`: what training changed, as far as the
                                        orchestrator leaves the rest out (`settings["sent"]` and
                                        `bytes_sent` say so)
     SHAPE/lora-attn/1to1-keep-kv       the same in pause mode keep_kv: the running request is not
@@ -35,13 +35,13 @@ from benchmarks import clusters, memory, turns
 from benchmarks.harness import Case, inference_python
 from benchmarks.stream import TokenStream, warm_prefill
 from orchestrator.protocol.messages import (
-    InitialSyncJob,
+    InitialSync,
     JobSpec,
     LossSpec,
     Manifest,
     OptimParams,
-    PublishJob,
-    ResyncJob,
+    Publish,
+    Resync,
     TensorSpec,
 )
 from splice.cluster import Cluster
@@ -114,15 +114,15 @@ class Way:
 
 
 def _ways(lora: str) -> list[Way]:
-    # With an adapter on every linear the changed tensors are nearly all, and each `PublishJob`
+    # With an adapter on every linear the changed tensors are nearly all, and each `Publish`
     # would first save gigabytes of adapters.
     if lora == "lora-all":
-        return [Way(end="", job=ResyncJob())]
+        return [Way(end="", job=Resync())]
     changed = clusters.TARGETS[lora]
     return [
-        Way(end="", job=PublishJob(), linears=changed),
-        Way(end="-all-tensors", job=ResyncJob()),
-        Way(end="-keep-kv", job=PublishJob(), linears=changed, keep_kv=True),
+        Way(end="", job=Publish(), linears=changed),
+        Way(end="-all-tensors", job=Resync()),
+        Way(end="-keep-kv", job=Publish(), linears=changed, keep_kv=True),
     ]
 
 
@@ -213,8 +213,8 @@ def _ours(
     with turns.started(Cluster(config)) as cluster:
         readers = clusters.memory_readers(cluster, device)
         with turns.alone(), memory.watched(readers, poll_s=0.02) as peaks:
-            cluster.client.run(InitialSyncJob())
-            cluster.client.run(ResyncJob())  # the first one in a layout pays for making its tables
+            cluster.client.run(InitialSync())
+            cluster.client.run(Resync())  # the first one in a layout pays for making its tables
         for side, peak in peaks.items():
             yield Case(
                 name=f"{shape}/{lora}/1to1",

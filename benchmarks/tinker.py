@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks import clusters, turns
 from benchmarks.harness import Case
 from orchestrator.processes.launch import NodeProcess
-from orchestrator.protocol.messages import InitialSyncJob, LossSpec, OptimParams
+from orchestrator.protocol.messages import InitialSync, LossSpec, OptimParams
 from splice.batches import Batch
 from splice.client import SpliceClient
 from splice.cluster import Cluster
@@ -50,7 +50,7 @@ def run(*, device: str, small: bool) -> list[Case]:
         with TemporaryDirectory(prefix="splice-bench-") as name:
             config = clusters.cluster_config(shape, Path(name), device=device)
             with turns.started(Cluster(config)) as cluster, turns.alone():
-                cluster.client.run(InitialSyncJob())
+                cluster.client.run(InitialSync())
                 cases += _cases(shape, *_measure(cluster, config.run_dir, device, count))
     return cases
 

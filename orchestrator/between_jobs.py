@@ -14,24 +14,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
+from orchestrator.control.peers import LAUNCHER
+from orchestrator.control.waiting import Report
 from orchestrator.errors import ConfigError, NodeLost, SpliceError
 from orchestrator.protocol.config import MemoryMode
 from orchestrator.protocol.messages import (
+    AnyMessage,
     ReleaseMemory,
-    SaveCheckpoint,
     Shutdown,
     StartTrainer,
     StopTrainer,
-    new_id,
 )
-from orchestrator.publication.publisher import Publisher
-from orchestrator.router import ControlRouter
-from orchestrator.trainer_requests import TrainerRequests
-from orchestrator.waiting import Report
+from orchestrator.run import Run
 
 log = logging.getLogger("splice.orchestrator")
 LAUNCH_TIMEOUT_S, ORDERLY_END_S = 120.0, 45.0
@@ -42,25 +38,14 @@ MODES: tuple[MemoryMode, ...] = ("resident", "offload", "exit")
 class BetweenJobs:
     """Applies the trainer's memory mode after a job, and wakes the trainer before the next.
 
-    Args:
-        state_dir: where exit mode saves new state. It alternates with a second folder, so that a
-            save never overwrites the last durable state.
-        timeout_s: timeout of a save or an offload.
+    Exit mode saves new state in RUN_DIR/trainer_state. It alternates with a second folder, so that
+    a save never overwrites the last durable state.
     """
 
-    def __init__(
-        self,
-        *,
-        router: ControlRouter,
-        trainer: TrainerRequests,
-        publisher: Publisher,
-        state_dir: Path,
-        timeout_s: float,
-        remember: Callable[[], None],
-    ) -> None:
-        self._remember = remember
-        self._router, self._trainer, self._publisher = router, trainer, publisher
-        self._state_dir, self._timeout_s = str(state_dir.absolute()), timeout_s
+    def __init__(self, run: Run) -> None:
+        self._router, self._trainer, self._publisher = run.router, run.trainer, run.publisher
+        self._facts, self._timeout_s = run.facts, run.config.train_timeout_s
+        self._state_dir = str(run.config.run_dir.absolute() / "trainer_state")
 
     @property
     def mode(self) -> MemoryMode | None:
@@ -104,11 +89,8 @@ class BetweenJobs:
         if not self._router.is_connected("trainer"):
             report("starting the trainer", {"hosts": launchers})
             await self._ask_launchers(
-                [
-                    StartTrainer(request_id=new_id("start"), deadline_s=LAUNCH_TIMEOUT_S)
-                    for _ in launchers
-                ],
                 launchers,
+                lambda: StartTrainer(deadline_s=LAUNCH_TIMEOUT_S),
                 phase="starting the trainer",
             )
 
@@ -125,7 +107,7 @@ class BetweenJobs:
         """
         if self.mode == "offload":
             await self._trainer.ask(
-                ReleaseMemory(request_id=new_id("release"), deadline_s=self._timeout_s),
+                ReleaseMemory(deadline_s=self._timeout_s),
                 phase="offloading",
                 report=report,
             )
@@ -156,11 +138,8 @@ class BetweenJobs:
         report("ending the trainer", {})
         launchers = await self._launchers()
         await self._ask_launchers(
-            [
-                StopTrainer(request_id=new_id("stop"), deadline_s=LAUNCH_TIMEOUT_S, grace_s=grace_s)
-                for _ in launchers
-            ],
             launchers,
+            lambda: StopTrainer(deadline_s=LAUNCH_TIMEOUT_S, grace_s=grace_s),
             phase="ending the trainer",
         )
         self._router.forget("trainer")
@@ -172,21 +151,21 @@ class BetweenJobs:
         Raises:
             ConfigError: some are missing.
         """
-        deadline = time.monotonic() + LAUNCHERS_BACK_S
-        while True:
-            here = self._router.nodes("launcher")
-            details = [self._router.peers[i].detail for i in here]
-            wanted = max([1, *(int(str(detail.get("num_nodes", 1))) for detail in details)])
-            if len(here) >= wanted:
-                return here
-            if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"the trainer's memory mode is 'exit', but of {wanted} launchers, which start "
-                    f"it again, {len(here)} are there: start it "
-                    "by `splice trainer` on each of its hosts, not by torchrun, or choose another "
-                    "mode"
-                )
-            await asyncio.sleep(0.1)
+
+        def missing() -> dict[str, str]:
+            details = [self._router.peers[i].detail for i in self._router.nodes("launcher")]
+            count = max([1, *(int(str(detail.get("num_nodes", 1))) for detail in details)])
+            return self._router.missing([f"trainer{LAUNCHER}{rank}" for rank in range(count)])
+
+        try:
+            await self._router.wait(missing, timeout_s=LAUNCHERS_BACK_S)
+        except NodeLost as error:
+            raise ConfigError(
+                "the trainer's memory mode is 'exit', and the launchers that start it again are "
+                f"{error}. Start it by `splice trainer` on each of its hosts, not by torchrun, or "
+                "choose another mode"
+            ) from error
+        return self._router.nodes("launcher")
 
     async def _save_what_is_new(self, report: Report) -> None:
         memory = self._trainer.memory
@@ -195,26 +174,10 @@ class BetweenJobs:
         await self.wake(report)
         folder = memory.free_folder(self._state_dir)
         report("saving", {"checkpoint_dir": folder})
-        save = SaveCheckpoint(
-            request_id=new_id("save"),
-            deadline_s=self._timeout_s,
-            version=memory.version,
-            checkpoint_dir=folder,
-        )
-        phase = "saving before the trainer ends"
-        completed, _ = await self._trainer.ask(save, phase=phase, report=report)
-        memory.heard(completed.result)
-        memory.saved(folder)
-        self._remember()
+        await self._trainer.save(folder, phase="saving before the trainer ends", report=report)
+        self._facts.remember()
 
     async def _ask_launchers(
-        self,
-        requests: Sequence[StartTrainer | StopTrainer],
-        launchers: Sequence[str],
-        *,
-        phase: str,
+        self, launchers: Sequence[str], make: Callable[[], AnyMessage], *, phase: str
     ) -> None:
-        pairs = zip(launchers, requests, strict=True)
-        await asyncio.gather(
-            *(self._router.request(launcher, request, phase=phase) for launcher, request in pairs)
-        )
+        await asyncio.gather(*(self._router.request(i, make(), phase=phase) for i in launchers))

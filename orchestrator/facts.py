@@ -1,4 +1,4 @@
-"""What a restarted orchestrator must know besides jobs and publications.
+"""What a restarted orchestrator must know in addition to jobs and publications.
 
 The journal keeps it as facts: the trainer's state, the folder with state set aside for a resync,
 and how far each open job has come.
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrator.journal import Journal
-from orchestrator.trainer_requests import TrainerMemory, moved
+from orchestrator.storage.journal import Journal
+from orchestrator.trainer_memory import TrainerMemory, moved
 
 _TRAINER, _SET_ASIDE, _RUN = "trainer", "set aside", "run"
 

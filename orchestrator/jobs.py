@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from orchestrator.control.waiting import Report
 from orchestrator.errors import ErrorCode, JobFailed, NodeLost, ProtocolError, code_and_remedy
 from orchestrator.facts import steps_taken
 from orchestrator.protocol.frames import Envelope, decode, encode
@@ -28,7 +29,6 @@ from orchestrator.protocol.messages import (
     Terminal,
 )
 from orchestrator.run import Run
-from orchestrator.waiting import Report
 
 log = logging.getLogger("splice.orchestrator")
 SENDING_S = 10.0

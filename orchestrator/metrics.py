@@ -14,7 +14,7 @@ import json
 import logging
 import threading
 from collections import Counter as Count
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
@@ -150,67 +150,54 @@ class _State(Collector):
 
     def collect(self) -> Iterator[Metric]:
         try:
-            status = self._status()
+            found = _of_run(self._status())
         except (TimeoutError, RuntimeError):  # the event loop is busy, or has ended
-            yield _gauge("splice_orchestrator_answers", "1: it answered this scrape.", 0)
-        else:
-            yield _gauge("splice_orchestrator_answers", "1: it answered this scrape.", 1)
-            yield from _of_run(status)
-        yield from _of_loop(self._loop_status)
+            found = [("orchestrator_answers", "1: it answered this scrape.", (), {(): 0})]
+        for name, text, labels, values in (*found, *_of_loop(self._loop_status)):
+            gauge = GaugeMetricFamily(f"splice_{name}", text, labels=labels)
+            for of, value in values.items():
+                gauge.add_metric(of, value)
+            yield gauge
 
 
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, text, value=value)
+_Gauge = tuple[str, str, tuple[str, ...], Mapping[Any, float]]
+"""Name, help, names of the labels, and labels -> value."""
 
 
-def _of_run(status: Status) -> Iterator[Metric]:
-    if status.version is not None:
-        yield _gauge("splice_served_version", "N of the served name@N.", status.version)
-    yield _gauge("splice_jobs_waiting", "Jobs that have not started.", status.queued_jobs)
-    state = GaugeMetricFamily(
-        "splice_publication_state", "1: the state of the publication.", labels=["alias", "state"]
-    )
-    state.add_metric([status.name, status.publication], 1)
-    nodes = GaugeMetricFamily("splice_nodes", "Nodes by state.", labels=["role", "state"])
-    for (role, of), count in Count((n.role, n.state) for n in status.nodes).items():
-        nodes.add_metric([role, of], count)
-    ready = GaugeMetricFamily("splice_node_ready", "1: ready.", labels=["node", "role"])
-    used = GaugeMetricFamily(
-        "splice_node_memory_used_bytes",
-        "Memory in use: of a GPU, or of a node's processes.",
-        labels=["node", "device"],
-    )
-    total = GaugeMetricFamily(
-        "splice_node_memory_total_bytes", "Of the GPU or host.", labels=["node", "device"]
-    )
-    for node in status.nodes:
-        ready.add_metric([node.node_id, node.role], node.state == "ready")
-        for use in node.memory:
-            used.add_metric([node.node_id, use.device], use.used_bytes)
-            total.add_metric([node.node_id, use.device], use.total_bytes)
+def _of_run(status: Status) -> list[_Gauge]:
+    nodes, device = status.nodes, ("node", "device")
+    memory = {(node.node_id, use.device): use for node in nodes for use in node.memory}
+    used = {of: use.used_bytes for of, use in memory.items()}
+    total = {of: use.total_bytes for of, use in memory.items()}
+    by_state = Count((node.role, node.state) for node in nodes)
+    ready = {(node.node_id, node.role): node.state == "ready" for node in nodes}
+    state = {(status.name, status.publication): 1}
     dropped = sum(status.dropped.values())
-    yield from (state, nodes, ready, used, total)
-    yield _gauge("splice_dropped_messages", "Malformed or forbidden messages so far.", dropped)
+    version = {} if status.version is None else {(): status.version}
+    return [
+        ("orchestrator_answers", "1: it answered this scrape.", (), {(): 1}),
+        ("served_version", "N of the served name@N.", (), version),
+        ("jobs_waiting", "Jobs that have not started.", (), {(): status.queued_jobs}),
+        ("publication_state", "1: the state of the publication.", ("alias", "state"), state),
+        ("nodes", "Nodes by state.", ("role", "state"), by_state),
+        ("node_ready", "1: ready.", ("node", "role"), ready),
+        ("node_memory_used_bytes", "Memory of a GPU, or of a node's processes.", device, used),
+        ("node_memory_total_bytes", "Of the GPU or host.", device, total),
+        ("dropped_messages", "Malformed or forbidden messages so far.", (), {(): dropped}),
+    ]
 
 
-def _of_loop(path: Path) -> Iterator[Metric]:
+def _of_loop(path: Path) -> list[_Gauge]:
     try:
         found = json.loads(path.read_text())
         step, at = float(found["step"]), float(found["at"])
-        idle = {side: float(found[f"{side}_waits"]) for side in ("trainer", "sampler")}
-        ages = {stat: float(found[f"staleness_{stat}"]) for stat in ("mean", "max")}
+        idle = {(side,): float(found[f"{side}_waits"]) for side in ("trainer", "sampler")}
+        ages = {(stat,): float(found[f"staleness_{stat}"]) for stat in ("mean", "max")}
     except (OSError, ValueError, LookupError, TypeError):
-        return  # no loop on this host yet
-    yield _gauge("splice_loop_step", "Last step of the loop.", step)
-    yield _gauge("splice_loop_reported_timestamp_seconds", "When that step was done.", at)
-    idle_ratio = GaugeMetricFamily(
-        "splice_loop_idle_ratio", "Share of its last steps that a side waited.", labels=["side"]
-    )
-    staleness = GaugeMetricFamily(
-        "splice_loop_staleness_versions", "Age of the tokens of its last step.", labels=["stat"]
-    )
-    for label, value in idle.items():
-        idle_ratio.add_metric([label], value)
-    for label, value in ages.items():
-        staleness.add_metric([label], value)
-    yield from (idle_ratio, staleness)
+        return []  # no loop on this host yet
+    return [
+        ("loop_step", "Last step of the loop.", (), {(): step}),
+        ("loop_reported_timestamp_seconds", "When that step was done.", (), {(): at}),
+        ("loop_idle_ratio", "Share of its last steps that a side waited.", ("side",), idle),
+        ("loop_staleness_versions", "Age of the tokens of its last step.", ("stat",), ages),
+    ]

@@ -14,10 +14,9 @@ from orchestrator.protocol.messages import (
     LoadAdapter,
     LoadCheckpoint,
     NewAdapter,
-    OperationJob,
+    Operation,
     OptimStep,
     SaveCheckpoint,
-    SaveCheckpointJob,
     TrainLora,
 )
 from orchestrator.run import Run
@@ -27,7 +26,7 @@ _PHASES: dict[type, str] = {
     TrainLora: "training",
     ForwardBackward: "forward and backward",
     OptimStep: "optimizer step",
-    SaveCheckpointJob: "saving",
+    SaveCheckpoint: "saving",
     LoadCheckpoint: "loading",
     LoadAdapter: "loading an adapter",
     NewAdapter: "making an adapter",
@@ -35,26 +34,24 @@ _PHASES: dict[type, str] = {
 }
 
 
-Spec = OperationJob | SaveCheckpointJob
-
-
 class Operations:
     """Runs these jobs."""
 
     def __init__(self, run: Run) -> None:
-        self._config, self._folder = run.config, run.folder
+        self._folder = run.folder
         self._facts, self._trainer, self._router = run.facts, run.trainer, run.router
         self._publisher = run.publisher
 
-    async def run(self, job: Job, spec: OperationJob | SaveCheckpointJob) -> Outcome:
+    async def run(self, job: Job, spec: Operation) -> Outcome:
         """Check the job's folders, ask the trainer, and note the new state."""
         phase = _PHASES[type(spec)]
         spec, folders = self._with_whole_paths(spec)
-        if isinstance(spec, SaveCheckpointJob):
+        if isinstance(spec, SaveCheckpoint):
             self._trainer.memory.saving = spec.checkpoint_dir
-        completed, buffers = await self._trainer.ask(
-            self._request(spec, request_id=request_id(phase, job)),
+        completed, buffers = await self._trainer.run(
+            spec,
             job.buffers,
+            request_id=request_id(phase, job),
             phase=phase,
             report=job.report,
             replaces_state=isinstance(spec, LoadCheckpoint),
@@ -63,7 +60,7 @@ class Operations:
         result = {**completed.result, **folders}
         return Outcome(result=result, tensors=completed.tensors, buffers=buffers)
 
-    def _with_whole_paths(self, spec: Spec) -> tuple[Spec, dict[str, str]]:
+    def _with_whole_paths(self, spec: Operation) -> tuple[Operation, dict[str, str]]:
         """Return the job with absolute paths, and what its result says of them.
 
         A relative path is relative to the run's folder: orchestrator, client and trainer may have
@@ -84,21 +81,7 @@ class Operations:
         host = {} if trainer is None else {"host": trainer.hello.host}
         return spec.model_copy(update=folders), folders | host
 
-    def _request(
-        self, spec: OperationJob | SaveCheckpointJob, *, request_id: str
-    ) -> OperationJob | SaveCheckpoint:
-        deadline_s = self._config.train_timeout_s
-        if not isinstance(spec, SaveCheckpointJob):
-            return spec.as_request(request_id=request_id, deadline_s=deadline_s)
-        return SaveCheckpoint(
-            request_id=request_id,
-            deadline_s=deadline_s,
-            version=self._trainer.memory.version,
-            checkpoint_dir=spec.checkpoint_dir,
-            client_state=spec.client_state,
-        )
-
-    def _note(self, spec: OperationJob | SaveCheckpointJob, result: Mapping[str, Any]) -> None:
+    def _note(self, spec: Operation, result: Mapping[str, Any]) -> None:
         memory = self._trainer.memory
         if result.get("adapter_changed"):
             self._publisher.forget_plan()
@@ -110,7 +93,7 @@ class Operations:
             memory.took_adapter(f"of rank {result.get('rank')}")
         elif isinstance(spec, ForwardBackward):
             memory.pending = int(result.get("pending_batches", memory.pending + 1))
-        elif isinstance(spec, SaveCheckpointJob):
+        elif isinstance(spec, SaveCheckpoint):
             memory.saved(spec.checkpoint_dir)
         elif isinstance(spec, LoadCheckpoint):
             memory.loaded(spec.checkpoint_dir)

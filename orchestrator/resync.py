@@ -12,21 +12,17 @@ import time
 from collections.abc import AsyncIterator
 
 from orchestrator.between_jobs import BetweenJobs
+from orchestrator.control.waiting import Report
 from orchestrator.errors import JournalError, SpliceError
-from orchestrator.protocol.messages import (
-    LoadCheckpoint,
-    SaveCheckpoint,
-    new_id,
-)
+from orchestrator.protocol.messages import LoadCheckpoint
 from orchestrator.run import Run
-from orchestrator.waiting import Report
 
 log = logging.getLogger("splice.orchestrator")
 RESYNC_POLL_S, RESYNC_LONGEST_S = 1.0, 600.0
 """Seconds between two looks for bare replicas; longest pause after failures."""
 
 
-class Resync:
+class Resyncer:
     """Owns the set-aside state, and the pauses between attempts."""
 
     def __init__(self, run: Run, between: BetweenJobs) -> None:
@@ -99,16 +95,8 @@ class Resync:
     async def _set_aside(self, served_dir: str, report: Report) -> None:
         memory = self._trainer.memory
         kept = memory.free_folder(str(self._config.run_dir.absolute() / "resync" / "state"))
-        save = SaveCheckpoint(
-            request_id=new_id("save"),
-            deadline_s=self._config.train_timeout_s,
-            version=memory.version,
-            checkpoint_dir=kept,
-        )
         phase = "saving what is ahead of the served version"
-        completed, _ = await self._trainer.ask(save, phase=phase, report=report)
-        memory.heard(completed.result)
-        memory.saved(kept)
+        await self._trainer.save(kept, phase=phase, report=report)
         self._facts.put_aside(kept)
         await self._load(served_dir, report)
 
@@ -119,12 +107,8 @@ class Resync:
             await self._load(kept, report, is_put_back=True)
 
     async def _load(self, folder: str, report: Report, *, is_put_back: bool = False) -> None:
-        load = LoadCheckpoint(
-            request_id=new_id("load"),
-            deadline_s=self._config.train_timeout_s,
-            checkpoint_dir=folder,
-        )
-        completed, _ = await self._trainer.ask(load, phase="loading", report=report)
+        load = LoadCheckpoint(checkpoint_dir=folder)
+        completed, _ = await self._trainer.run(load, phase="loading", report=report)
         self._trainer.memory.heard(completed.result)
         self._trainer.memory.loaded(folder)
         if completed.result.get("adapter_changed"):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestrator.config import OrchestratorConfig
+from orchestrator.control.router import ControlRouter
 from orchestrator.facts import Facts
-from orchestrator.journal import Journal
 from orchestrator.publication.publisher import Publisher
-from orchestrator.router import ControlRouter
-from orchestrator.run_folder import RunFolder
+from orchestrator.storage.journal import Journal
+from orchestrator.storage.run_folder import RunFolder
 from orchestrator.trainer_requests import TrainerRequests
 
 

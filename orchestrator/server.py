@@ -20,10 +20,10 @@ from pathlib import Path
 
 from orchestrator.between_jobs import BetweenJobs
 from orchestrator.config import OrchestratorConfig
+from orchestrator.control.router import ControlRouter
 from orchestrator.errors import ConfigError, JournalError, SpliceError, WorkLost, is_final
 from orchestrator.facts import Facts
 from orchestrator.jobs import SENDING_S, Job, Jobs, Outcome
-from orchestrator.journal import Journal
 from orchestrator.metrics import Metrics
 from orchestrator.operations import Operations
 from orchestrator.processes.interfaces import reachable_url
@@ -45,11 +45,13 @@ from orchestrator.protocol.messages import (
 )
 from orchestrator.publication.publisher import Publisher
 from orchestrator.publication.state import after_restart
-from orchestrator.resync import RESYNC_POLL_S, Resync
-from orchestrator.router import ControlRouter
+from orchestrator.resync import RESYNC_POLL_S, Resyncer
 from orchestrator.run import Run
-from orchestrator.run_folder import RunFolder
-from orchestrator.trainer_requests import TrainerMemory, TrainerRequests
+from orchestrator.storage.files import replace_file
+from orchestrator.storage.journal import Journal
+from orchestrator.storage.run_folder import RunFolder
+from orchestrator.trainer_memory import TrainerMemory
+from orchestrator.trainer_requests import TrainerRequests
 from orchestrator.versions import PublishingJob, Versions
 
 log = logging.getLogger("splice.orchestrator")
@@ -89,29 +91,13 @@ class Orchestrator:
         """What to do about a durable state that is gone."""
         self._facts = Facts(self._journal, TrainerMemory())
         self._metrics = Metrics(self._status_aside, config.run_dir)
+        self._trainer = TrainerRequests(self._router, config, self._facts)
         self._publisher = Publisher(
             router=self._router,
             journal=self._journal,
             config=config.publication,
             on_phase=self._metrics.published,
-            load_timeout_s=config.train_timeout_s,
-            heard=self._facts.memory.heard,
-        )
-        self._trainer = TrainerRequests(
-            router=self._router,
-            attempts=config.publication.attempts,
-            ready_timeout_s=config.ready_timeout_s,
-            load_timeout_s=config.train_timeout_s,
-            memory=self._facts.memory,
-            remember=self._facts.remember,
-        )
-        self._between = BetweenJobs(
-            router=self._router,
-            trainer=self._trainer,
-            publisher=self._publisher,
-            state_dir=config.run_dir / "trainer_state",
-            timeout_s=config.train_timeout_s,
-            remember=self._facts.remember,
+            restore=self._trainer.restore,
         )
         run = Run(
             config=config,
@@ -122,7 +108,8 @@ class Orchestrator:
             trainer=self._trainer,
             publisher=self._publisher,
         )
-        self._resync = Resync(run, self._between)
+        self._between = BetweenJobs(run)
+        self._resync = Resyncer(run, self._between)
         self._versions = Versions(run, self._resync)
         self._operations = Operations(run)
         self._jobs = Jobs(run, serving=self._serving, on_end=self._metrics.job_ended)
@@ -212,10 +199,7 @@ class Orchestrator:
         endpoint = reachable_url(bound)
         token = self._config.run_token
         for name, text in (("token", token), ("bound", bound), ("endpoint", endpoint)):
-            part = path.with_name(f"{name}.part")
-            part.touch(mode=0o600)
-            part.write_text(text)
-            part.replace(path.with_name(name))
+            replace_file(path.with_name(name), text, mode=0o600)
         log.info(
             "run %s listens at %s (also in %s)%s; waiting for the trainer and %d inference node(s)",
             self._config.name,

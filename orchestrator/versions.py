@@ -6,43 +6,39 @@ journal, so a restarted orchestrator repeats neither the training nor the save.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from orchestrator.control.peers import ABSENT
 from orchestrator.errors import ConfigError, NodeLost
 from orchestrator.facts import steps_taken
 from orchestrator.jobs import Job, Outcome
 from orchestrator.operations import request_id
 from orchestrator.protocol.frames import Envelope
 from orchestrator.protocol.messages import (
-    InitialSyncJob,
-    PublishJob,
-    ResyncJob,
+    InitialSync,
+    Publish,
+    Resync,
     SaveCheckpoint,
     TrainMerged,
-    TrainMergedJob,
-    TrainStep,
 )
-from orchestrator.resync import Resync
-from orchestrator.retention import expired
+from orchestrator.resync import Resyncer
 from orchestrator.run import Run
-from orchestrator.waiting import ABSENT
+from orchestrator.storage.retention import expired
 
 log = logging.getLogger("splice.orchestrator")
 
-PublishingJob = InitialSyncJob | TrainMergedJob | PublishJob | ResyncJob
+PublishingJob = InitialSync | TrainMerged | Publish | Resync
 
 
 class Versions:
     """Owns the list of versions on disk, and runs the jobs that publish."""
 
-    def __init__(self, run: Run, resync: Resync) -> None:
+    def __init__(self, run: Run, resync: Resyncer) -> None:
         self._config, self._folder, self._router = run.config, run.folder, run.router
         self._journal, self._facts, self._publisher = run.journal, run.facts, run.publisher
         self._trainer, self._resync = run.trainer, resync
@@ -64,15 +60,15 @@ class Versions:
         if not folder or Path(folder).exists() or not self._on_disk:
             return ""
         newest = self._dir(self._on_disk[-1])
-        return f" {folder} is gone. To go on from the newest version, copy {newest} there."
+        return f" {folder} is gone. To continue from the newest version, copy {newest} there."
 
     async def run(self, job: Job, spec: PublishingJob) -> Outcome:
         """Run a job that publishes; returns what its `Completed` carries."""
-        if isinstance(spec, InitialSyncJob):
+        if isinstance(spec, InitialSync):
             result = await self._initial_sync(job)
-        elif isinstance(spec, TrainMergedJob):
+        elif isinstance(spec, TrainMerged):
             result = await self._train_merged(job, spec)
-        elif isinstance(spec, PublishJob):
+        elif isinstance(spec, Publish):
             result = await self._publish_present_state(job, spec)
         else:
             result = await self._resync_all(job)
@@ -94,7 +90,7 @@ class Versions:
         await self._save(job, 0)
         return await self._publish(job, 0, self._dir(0), replicas, {})
 
-    async def _train_merged(self, job: Job, spec: TrainMergedJob) -> dict[str, object]:
+    async def _train_merged(self, job: Job, spec: TrainMerged) -> dict[str, object]:
         self._refuse_before_initial_sync()
         replicas = await self._replicas(job)
         version = self._next_version(job)
@@ -105,7 +101,7 @@ class Versions:
             await self._trainer.ready(job.report)
         return await self._publish(job, version, self._dir(version), replicas, made)
 
-    async def _publish_present_state(self, job: Job, spec: PublishJob) -> dict[str, object]:
+    async def _publish_present_state(self, job: Job, spec: Publish) -> dict[str, object]:
         self._refuse_before_initial_sync()
         pending = self._trainer.memory.pending
         if spec.refuses_pending and pending and "made" not in self._facts.of_job(job.id):
@@ -141,23 +137,21 @@ class Versions:
         """Wait for replicas: those that the job says for @0, later at least one, so that a loss
         ends no run."""
         spec, wanted = job.spec, 1
-        if isinstance(spec, InitialSyncJob):
+        if isinstance(spec, InitialSync):
             wanted = spec.replicas or self._config.replicas
-        timeout_s = self._config.ready_timeout_s
-        deadline_s = time.monotonic() + timeout_s
-        waiting = self._router.waiting(job.report, timeout_s=timeout_s)
-        while len(self._router.nodes("inference")) < wanted:
-            missing = self._missing_replicas()
-            self._router.refuse_given_up(["trainer"])
-            if time.monotonic() > deadline_s:
-                states = ", ".join(f"{node} ({state})" for node, state in missing.items())
-                raise NodeLost(f"not ready within {timeout_s:.0f} s: {states}; read their logs")
-            waiting.say(self._router.missing(["trainer"]) | missing)
-            await asyncio.sleep(0.05)
+        await self._router.wait(
+            lambda: self._missing_replicas(wanted),
+            timeout_s=self._config.ready_timeout_s,
+            needed=["trainer"],
+            report=job.report,
+        )
         return self._router.nodes("inference")
 
-    def _missing_replicas(self) -> dict[str, str]:
-        """Return the replicas that are not ready, with their states. Others may choose the ids."""
+    def _missing_replicas(self, wanted: int) -> dict[str, str]:
+        """Return the replicas that are not ready, with their states, unless enough are. Others may
+        choose the ids."""
+        if len(self._router.nodes("inference")) >= wanted:
+            return {}
         known = {
             node_id: peer.state
             for node_id, peer in self._router.peers.items()
@@ -200,21 +194,20 @@ class Versions:
         finally:
             self._may_pass_on = False
 
-    async def _train(self, job: Job, spec: TrainMergedJob, version: int) -> dict[str, Any]:
+    async def _train(self, job: Job, spec: TrainMerged, version: int) -> dict[str, Any]:
         """Train, durable as `version`; returns metrics, seconds, steps and warnings."""
         going = self._expired(version)
         self._facts.note(job.id, version=version)
-        request = TrainMerged(
-            request_id=request_id("training", job),
-            deadline_s=self._config.train_timeout_s,
-            version=version,
-            checkpoint_dir=self._dir(version),
-            delete_after=tuple(map(self._dir, going)),
-            **{name: getattr(spec, name) for name in TrainStep.model_fields},
-        )
         async with self._passing_on():
-            completed, _ = await self._trainer.ask(
-                request, job.buffers, phase="training", report=job.report
+            completed, _ = await self._trainer.run(
+                spec,
+                job.buffers,
+                request_id=request_id("training", job),
+                phase="training",
+                report=job.report,
+                version=version,
+                checkpoint_dir=self._dir(version),
+                delete_after=tuple(map(self._dir, going)),
             )
         wanted = ("metrics", "seconds", "steps", "warnings")
         made = {name: completed.result[name] for name in wanted if name in completed.result}
@@ -231,16 +224,13 @@ class Versions:
         self._facts.note(job.id, version=version)
         job.report("saving", {"checkpoint_dir": self._dir(version)})
         phase = f"saving version {version}"
-        completed, _ = await self._trainer.ask(
-            SaveCheckpoint(
-                request_id=request_id(phase, job),
-                deadline_s=self._config.train_timeout_s,
-                version=version,
-                checkpoint_dir=self._dir(version),
-                delete_after=tuple(map(self._dir, going)),
-            ),
+        completed, _ = await self._trainer.run(
+            SaveCheckpoint(checkpoint_dir=self._dir(version)),
+            request_id=request_id(phase, job),
             phase=phase,
             report=job.report,
+            version=version,
+            delete_after=tuple(map(self._dir, going)),
         )
         self._trainer.memory.heard(completed.result)
         self._made(job, version, going)
@@ -256,7 +246,8 @@ class Versions:
     def _made(self, job: Job, version: int, gone: Sequence[int], **result: object) -> None:
         """Note that `version` is durable and in the trainer, and the job's result so far."""
         self._trainer.memory.version = version
-        # The trainer deletes behind its answer, and may end first. So each version is named twice.
+        # The trainer deletes after it has answered and may crash first, so each version is listed
+        # for deletion in two consecutive saves.
         left = [v for v in self._on_disk if v not in gone or v not in self._named]
         self._on_disk, self._named = [v for v in left if v != version] + [version], gone
         self._trainer.memory.saved(self._dir(version))

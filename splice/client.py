@@ -37,38 +37,38 @@ from orchestrator.protocol.messages import (
     FORWARD_TENSORS,
     OPTIONAL_FORWARD_TENSORS,
     AdapterResult,
-    ExportHfJob,
+    ExportHf,
     ExportHfResult,
-    ForwardBackwardJob,
+    Forward,
+    ForwardBackward,
     ForwardBackwardResult,
-    ForwardJob,
     ForwardResult,
-    InitialSyncJob,
+    InitialSync,
     JobOf,
     JobSpec,
-    LoadAdapterJob,
-    LoadCheckpointJob,
+    LoadAdapter,
+    LoadCheckpoint,
     LoadCheckpointResult,
     LossSpec,
-    NewAdapterJob,
+    NewAdapter,
     OptimParams,
-    OptimStepJob,
+    OptimStep,
     OptimStepResult,
-    PublishJob,
+    Publish,
     PublishResult,
-    ResyncJob,
-    SaveCheckpointJob,
+    Resync,
+    SaveCheckpoint,
     SaveCheckpointResult,
     TensorSpec,
-    TrainLoraJob,
+    TrainLora,
     TrainLoraResult,
-    TrainMergedJob,
+    TrainMerged,
     TrainMergedResult,
 )
 from splice.run_file import find_run
 from splice.run_link import Buffers, Connection, Naming, OnProgress, Result, RunLink, RunOptions
 
-LOOK_S = 1.0
+LOOK_S, WATCHED_S = 1.0, 7200.0
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -100,11 +100,11 @@ class SpliceClient(RunLink):
         self, *, replicas: int | None = None, **options: Unpack[RunOptions]
     ) -> PublishResult:
         """Publish the trainer's weights as `name@0`, once `replicas` (None: all) are ready."""
-        return self.run(InitialSyncJob(replicas=replicas), **options)
+        return self.run(InitialSync(replicas=replicas), **options)
 
     def resync(self, **options: Unpack[RunOptions]) -> PublishResult:
         """Send the whole served version to every replica again, and verify it."""
-        return self.run(ResyncJob(), **options)
+        return self.run(Resync(), **options)
 
     def forward(
         self,
@@ -124,7 +124,7 @@ class SpliceClient(RunLink):
         """
         wanted = FORWARD_TENSORS | OPTIONAL_FORWARD_TENSORS
         kept = [(s, b) for s, b in zip(batch.specs, batch.buffers, strict=True) if s.name in wanted]
-        job = ForwardJob(
+        job = Forward(
             tensors=tuple(s for s, _ in kept),
             adapters=adapters,
             allowed_token_ids=None if allowed_token_ids is None else tuple(allowed_token_ids),
@@ -148,7 +148,7 @@ class SpliceClient(RunLink):
             mini_batch_sequences: sequences per optimizer step, in order; None: all in one step.
             epochs: passes over the batch.
         """
-        job = TrainMergedJob(
+        job = TrainMerged(
             loss=loss or LossSpec(),
             optim=optim or OptimParams(),
             tensors=tuple(batch.specs),
@@ -174,7 +174,7 @@ class SpliceClient(RunLink):
 
         Nothing is published.
         """
-        job = TrainLoraJob(
+        job = TrainLora(
             loss=loss or LossSpec(),
             optim=optim or OptimParams(),
             tensors=tuple(batch.specs),
@@ -200,7 +200,7 @@ class SpliceClient(RunLink):
         Args:
             returns_logprobs: the result has every token's log-prob, as this pass computed it.
         """
-        job = ForwardBackwardJob(
+        job = ForwardBackward(
             loss=loss or LossSpec(),
             tensors=tuple(batch.specs),
             loss_weight=loss_weight,
@@ -213,7 +213,7 @@ class SpliceClient(RunLink):
         self, optim: OptimParams | None = None, **options: Unpack[RunOptions]
     ) -> OptimStepResult:
         """Take one optimizer step with the pending gradients."""
-        return self.run(OptimStepJob(optim=optim or OptimParams()), **options)
+        return self.run(OptimStep(optim=optim or OptimParams()), **options)
 
     def save_checkpoint(
         self,
@@ -227,7 +227,7 @@ class SpliceClient(RunLink):
         A relative path is relative to the run's folder, here and in every other method.
         """
         return self.run(
-            SaveCheckpointJob(checkpoint_dir=checkpoint_dir, client_state=dict(client_state or {})),
+            SaveCheckpoint(checkpoint_dir=checkpoint_dir, client_state=dict(client_state or {})),
             **options,
         )
 
@@ -235,11 +235,11 @@ class SpliceClient(RunLink):
         self, checkpoint_dir: str, **options: Unpack[RunOptions]
     ) -> LoadCheckpointResult:
         """Restore the trainer's state from a checkpoint."""
-        return self.run(LoadCheckpointJob(checkpoint_dir=checkpoint_dir), **options)
+        return self.run(LoadCheckpoint(checkpoint_dir=checkpoint_dir), **options)
 
     def load_adapter(self, adapter_dir: str, **options: Unpack[RunOptions]) -> AdapterResult:
         """Replace the trainer's adapter by a PEFT adapter, a folder on the trainer's hosts."""
-        return self.run(LoadAdapterJob(adapter_dir=adapter_dir), **options)
+        return self.run(LoadAdapter(adapter_dir=adapter_dir), **options)
 
     def new_adapter(
         self,
@@ -252,7 +252,7 @@ class SpliceClient(RunLink):
     ) -> AdapterResult:
         """Replace the trainer's adapter by a fresh one. What is left out stays as it is."""
         wanted = None if targets is None else tuple(targets)
-        return self.run(NewAdapterJob(rank=rank, alpha=alpha, targets=wanted, seed=seed), **options)
+        return self.run(NewAdapter(rank=rank, alpha=alpha, targets=wanted, seed=seed), **options)
 
     def export_hf(
         self, output_dir: str, *, fp8_like: str | None = None, **options: Unpack[RunOptions]
@@ -262,7 +262,7 @@ class SpliceClient(RunLink):
         Args:
             fp8_like: a block-scaled FP8 checkpoint of this model there; the export is FP8 like it.
         """
-        return self.run(ExportHfJob(output_dir=output_dir, fp8_like=fp8_like), **options)
+        return self.run(ExportHf(output_dir=output_dir, fp8_like=fp8_like), **options)
 
     def publish(
         self, *, refuses_pending: bool = False, **options: Unpack[RunOptions]
@@ -272,7 +272,7 @@ class SpliceClient(RunLink):
         Args:
             refuses_pending: fail while gradients are pending, such as another client's.
         """
-        return self.run(PublishJob(refuses_pending=refuses_pending), **options)
+        return self.run(Publish(refuses_pending=refuses_pending), **options)
 
 
 def run_watched(
@@ -280,9 +280,7 @@ def run_watched(
     job: JobOf[Result],
     *,
     look: Callable[[], None],
-    timeout_s: float = 7200.0,
     buffers: Buffers = (),
-    job_id: str | None = None,
     on_progress: OnProgress | None = None,
 ) -> Result:
     """`SpliceClient.run`, for whoever started the roles and knows when one does not come back.
@@ -290,8 +288,8 @@ def run_watched(
     Args:
         look: called every `LOOK_S`; what it raises ends the wait.
     """
-    spec, deadline_s = cast(JobSpec, job), time.monotonic() + timeout_s
-    job_id = client.submit(spec, buffers=buffers, job_id=job_id, on_progress=on_progress)
+    deadline_s = time.monotonic() + WATCHED_S
+    job_id = client.submit(cast(JobSpec, job), buffers=buffers, on_progress=on_progress)
     while True:
         look()
         try:

@@ -25,7 +25,7 @@ from orchestrator.errors import ConfigError, NodeLost
 from orchestrator.processes.launch import Launcher, NodeProcess
 from orchestrator.processes.python import python_command
 from orchestrator.processes.restarts import RestartBudget
-from orchestrator.protocol.messages import InitialSyncJob
+from orchestrator.protocol.messages import InitialSync
 from splice.client import SpliceClient, run_watched
 from splice.hosts import CLIENT, check_several_hosts, keys_of
 from splice.run_file import RunFile, stop_command
@@ -285,7 +285,7 @@ def _wait_ready(
         while missing := _missing(client, set(actors), router):
             wait(missing)
         if publish and client.status().version is None:
-            run_watched(client, InitialSyncJob(), look=lambda: look(f"publishing {run.name}@0"))
+            run_watched(client, InitialSync(), look=lambda: look(f"publishing {run.name}@0"))
         replicas = [n.detail["base_url"] for n in client.status().nodes if n.role == "inference"]
     urls = [router.read_text().strip()] if run.has_router else replicas
     return {"base_urls": urls, "replica_urls": replicas}

@@ -20,8 +20,8 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, TCPConnector, web
@@ -32,7 +32,9 @@ from orchestrator.errors import SpliceError
 from orchestrator.processes.interfaces import reachable_url
 from orchestrator.processes.logs import log_to_stderr
 from orchestrator.protocol.messages import NodeStatus
+from orchestrator.storage.files import replace_file
 from splice.client import AsyncSpliceClient
+from splice.replicas import Replica, Replicas
 from splice.run_file import load
 
 log = logging.getLogger("splice.router")
@@ -57,83 +59,31 @@ _OF_ONE_HOP = frozenset(
 """
 
 
-@dataclass(slots=True, eq=False)
-class Replica:
-    """One inference node.
-
-    Attributes:
-        turn: number of the router's request that it got last.
-        session: its connections. Closing them fails the requests in flight.
-        stopped: it is not ready. Without a vLLM its socket still accepts connections.
-    """
-
-    node_id: str
-    url: str
-    session: ClientSession
-    state: str = ""
-    in_flight: int = 0
-    turn: int = 0
-    stopped: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def say(self, state: str) -> None:
-        """Take the orchestrator's word on its state."""
-        self.state = state
-        (self.stopped.clear if state == "ready" else self.stopped.set)()
-
-    @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count a request."""
-        self.in_flight += 1
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
-
-
-@dataclass(slots=True)
 class ReplicaRouter:
-    """The replicas, and where each request goes.
+    """Where each request goes."""
 
-    Attributes:
-        answers: whether the orchestrator answered the last time.
-    """
-
-    replicas: dict[str, Replica] = field(default_factory=dict)
-    answers: bool = False
-    turns: int = 0
+    def __init__(self) -> None:
+        self.replicas = Replicas()
+        self._sessions: defaultdict[Replica, ClientSession] = defaultdict(_session)
+        """Closing one fails the replica's requests in flight."""
+        self._answers = False
+        """Whether the orchestrator answered the last time."""
 
     # ------------------------------------------------------------ which replicas there are
 
     async def update(self, nodes: Iterable[NodeStatus]) -> None:
-        """Take the orchestrator's word. A node that it does not name stays as it was.
-
-        A restarted orchestrator names none at first, while the replicas serve on.
-        """
-        for node in nodes:
-            if node.role != "inference":
-                continue
-            url = str(node.detail.get("base_url", ""))
-            known = self.replicas.get(node.node_id)
-            if known is not None and (node.state == "lost" or url not in ("", known.url)):
-                del self.replicas[node.node_id]
-                known.say("lost")
-                await known.session.close()
-                known = None
-            if known is None and url and node.state != "lost":
-                known = self.replicas[node.node_id] = Replica(node.node_id, url, _session())
-            if known is not None:
-                known.say(node.state)
-
-    def ready(self) -> list[Replica]:
-        """Return the ready replicas, the idlest first; among equals, in turn."""
-        found = [replica for replica in self.replicas.values() if replica.state == "ready"]
-        return sorted(found, key=lambda replica: (replica.in_flight, replica.turn))
+        """Take the orchestrator's word, and end the requests of replicas that are gone."""
+        for replica in self.replicas.update(nodes):
+            if replica in self._sessions:
+                await self._sessions.pop(replica).close()
 
     async def _next(self, asked: set[Replica]) -> Replica | None:
         """Return a replica that was not asked yet; the first is waited for."""
         deadline_s = time.monotonic() + WAIT_S
         while True:
-            found = next((replica for replica in self.ready() if replica not in asked), None)
+            found = next(
+                (replica for replica in self.replicas.ready() if replica not in asked), None
+            )
             if found is not None or asked or time.monotonic() > deadline_s:
                 return found
             await asyncio.sleep(POLL_S)
@@ -148,9 +98,7 @@ class ReplicaRouter:
         refusal: web.Response | None = None
         while replica := await self._next(asked):
             asked.add(replica)
-            self.turns += 1
-            replica.turn = self.turns
-            with replica.counted():
+            with self.replicas.counted(replica):
                 answer = await self._answer(replica, request, body)
                 if answer is None:
                     continue
@@ -167,7 +115,7 @@ class ReplicaRouter:
     ) -> ClientResponse | None:
         """Return the replica's answer as it begins; None if another one is to be asked."""
         asking = asyncio.ensure_future(
-            replica.session.request(
+            self._sessions[replica].request(
                 request.method,
                 URL(replica.url + request.raw_path, encoded=True),
                 headers=_kept(request.headers),
@@ -179,7 +127,7 @@ class ReplicaRouter:
         try:
             await asyncio.wait((asking, stopping), return_when=asyncio.FIRST_COMPLETED)
             while not asking.done():  # perhaps for a vLLM that has ended
-                if replica.state != "ready" and self.ready():
+                if replica.state != "ready" and self.replicas.ready():
                     log.warning("%s stopped before it answered", replica.node_id)
                     return None
                 await asyncio.wait((asking,), timeout=POLL_S)
@@ -193,7 +141,7 @@ class ReplicaRouter:
 
     async def health(self, _: web.Request) -> web.Response:
         """200 if a replica is ready."""
-        return web.Response(status=200 if self.ready() else 503)
+        return web.Response(status=200 if self.replicas.ready() else 503)
 
     async def state(self, _: web.Request) -> web.Response:
         """Return each replica's URL, state and number of requests in flight."""
@@ -203,9 +151,9 @@ class ReplicaRouter:
                 "state": replica.state,
                 "in_flight": replica.in_flight,
             }
-            for replica in self.replicas.values()
+            for replica in self.replicas.by_id.values()
         }
-        answer = {"replicas": replicas, "orchestrator_answers": self.answers}
+        answer = {"replicas": replicas, "orchestrator_answers": self._answers}
         return web.json_response(answer)
 
     # ------------------------------------------------------------ its life
@@ -216,18 +164,18 @@ class ReplicaRouter:
             try:
                 status = await client.status(timeout_s=STATUS_S)
             except (SpliceError, TimeoutError) as error:  # it restarts; the replicas serve on
-                if self.answers:
+                if self._answers:
                     log.warning("the orchestrator does not answer: %s", error)
-                self.answers = False
+                self._answers = False
             else:
-                self.answers = True
+                self._answers = True
                 await self.update(status.nodes)
             await asyncio.sleep(POLL_S)
 
     async def close(self) -> None:
         """End all requests."""
-        for replica in self.replicas.values():
-            await replica.session.close()
+        for session in self._sessions.values():
+            await session.close()
 
 
 def application(router: ReplicaRouter, *, max_body_bytes: int) -> web.Application:
@@ -312,9 +260,7 @@ async def serve(run_dir: Path, *, host: str, port: int, max_body_bytes: int) -> 
     path = run_dir / URL_FILE
     try:
         bound = await _bind(runner, host, port or _last_port(path), may_be_another=port == 0)
-        part = path.with_suffix(".part")
-        part.write_text(reachable_url(f"http://{host}:{bound}"))
-        part.replace(path)
+        replace_file(path, reachable_url(f"http://{host}:{bound}"))
         log.info("the router listens on %s:%d", host, bound)
         async with AsyncSpliceClient.of_run(run_dir) as client:
             await router.follow(client)

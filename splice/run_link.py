@@ -42,8 +42,7 @@ from orchestrator.protocol.messages import (
     Status,
     StopRun,
     SubmitJob,
-    TrainMergedJob,
-    TrainStep,
+    TrainMerged,
     check_node_id,
     new_id,
 )
@@ -211,7 +210,7 @@ class RunLink:
             raise
         return job_id
 
-    def announce(self, job: TrainMergedJob, *, buffers: Buffers) -> None:
+    def announce(self, job: TrainMerged, *, buffers: Buffers) -> None:
         """Say what the next training job will bring, while another one runs.
 
         The trainer may begin with the batch while it saves. If the next job has the same batch and
@@ -222,10 +221,9 @@ class RunLink:
             ConfigError: the job is of another kind.
             ProtocolError: the buffers do not match the job's `tensors`.
         """
-        if not isinstance(job, TrainMergedJob):
-            raise ConfigError(f"announce takes a TrainMergedJob, not {type(job).__name__}")
-        fields = {name: getattr(job, name) for name in TrainStep.model_fields}
-        self._link.send(NextBatch(**fields), buffers)
+        if not isinstance(job, TrainMerged):
+            raise ConfigError(f"announce takes a TrainMerged, not {type(job).__name__}")
+        self._link.send(NextBatch(job=job), buffers)
 
     def wait(self, job_id: str, *, timeout_s: float = 7200.0) -> JobResult:
         """Wait for the result of a job that this client submitted. Raises as `run` does.
@@ -333,7 +331,7 @@ class RunLink:
         if status.version is None or not urls:
             raise ConfigError(
                 "the run serves no version yet; wait for `splice up`, or publish one "
-                "(InitialSyncJob). `splice status` shows what it waits for"
+                "(InitialSync). `splice status` shows what it waits for"
             )
         return str(urls[0])
 
@@ -380,14 +378,7 @@ def _result(job: JobOf[Result], outcome: Envelope) -> Result:
                 "orchestrator may be of different versions of splice"
             ) from error
     if isinstance(message, Failed):
-        raise JobFailed(
-            code=message.code,
-            node=message.node,
-            phase=message.phase,
-            message=message.message,
-            remedy=message.remedy,
-            steps_taken=message.steps_taken,
-        )
+        raise message.as_error(node=message.node)
     if isinstance(message, Cancelled):
         raise JobFailed(
             code=ErrorCode.CANCELLED,

@@ -28,9 +28,8 @@ from typing import Any
 import httpx
 import psutil
 
-from orchestrator.control_socket import check_bind_address
+from orchestrator.control.control_socket import check_bind_address
 from orchestrator.errors import ConfigError, ErrorCode, JobFailed, NodeLost, SpliceError
-from orchestrator.journal import kept_token
 from orchestrator.processes.identity import identity
 from orchestrator.processes.launch import RETRY_S, Launcher, NodeProcess
 from orchestrator.processes.locks import try_lock
@@ -38,8 +37,10 @@ from orchestrator.processes.logs import log_to_stderr
 from orchestrator.processes.python import python_command, python_environment
 from orchestrator.processes.restarts import RestartBudget
 from orchestrator.protocol.config import without_weights
-from orchestrator.protocol.messages import InitialSyncJob, ResyncJob
-from orchestrator.run_folder import RunFolder
+from orchestrator.protocol.messages import InitialSync, Resync
+from orchestrator.storage.files import replace_file
+from orchestrator.storage.journal import kept_token
+from orchestrator.storage.run_folder import RunFolder
 from splice import disk
 from splice.client import SpliceClient, run_watched
 from splice.cluster import Cluster
@@ -391,9 +392,8 @@ class _State:
 
     def write(self, phase: str, text: str, **more: object) -> None:
         """Phase: starting, up, failed or ended."""
-        part = self._path.with_suffix(".part")
-        part.write_text(json.dumps({**self._own, "phase": phase, "text": text, **more}, indent=1))
-        part.replace(self._path)
+        found = {**self._own, "phase": phase, "text": text, **more}
+        replace_file(self._path, json.dumps(found, indent=1))
 
 
 def supervise(config: Path, *, publish: bool) -> int:
@@ -463,14 +463,14 @@ def _publish(client: SpliceClient, wait: Callable[[str], None]) -> None:
         return
     if status.publication == "poisoned":
         try:
-            run_watched(client, ResyncJob(), look=lambda: wait("publishing the last version again"))
+            run_watched(client, Resync(), look=lambda: wait("publishing the last version again"))
             return
         except JobFailed as error:
             if error.code is not ErrorCode.BAD_INPUT:
                 raise
             log.info("%s", error)  # nothing was ever served
     ready = sum(node.role == "inference" and node.state == "ready" for node in status.nodes)
-    first = InitialSyncJob(replicas=ready or None)
+    first = InitialSync(replicas=ready or None)
     run_watched(client, first, look=lambda: wait(f"publishing {status.name}@0"))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ class Jobs:
     def train_merged(self, request: Request[TrainMerged]) -> Outcome:
         """Take the job's steps and save a checkpoint, the moments in the background if the steps
         could be made again."""
-        message, trainer = request.message, self._trainer
+        sent, trainer = request.sent, self._trainer
         base, behind = self._base(), trainer.behind
         behind.step_waited_s = behind.save_waited_s = 0.0
         result, train_s = self._train(request, is_version=True)
@@ -92,27 +92,27 @@ class Jobs:
         started = time.monotonic()
         step = None
         if base is not None:
-            step = checkpoint.Step(base=base, request=packed(message, request.buffers))
-        folder = Path(message.checkpoint_dir)
+            step = checkpoint.Step(base=base, request=packed(sent, request.buffers))
+        folder = Path(sent.checkpoint_dir)
         self.removal.wait_for(folder)
         checkpoint.save(
             trainer,
             folder,
-            version=message.version,
+            version=sent.version,
             step=step,
             meanwhile=partial(self.ahead.while_writing, request.link),
         )
         seconds = self._seconds(request, train_s, started)
         seconds["wait_for_save"] = behind.step_waited_s + behind.save_waited_s
         seconds |= {"ahead": self.ahead.seconds, "begun": self.ahead.taken_s}
-        result |= {"version": message.version, "seconds": seconds}
-        return Outcome(result=result | self._delete(request, message.delete_after))
+        result |= {"version": sent.version, "seconds": seconds}
+        return Outcome(result=result | self._delete(request))
 
-    def _delete(self, request: Request[Any], folders: Sequence[str]) -> dict[str, Any]:
+    def _delete(self, request: Request[Any]) -> dict[str, Any]:
         """Begin to delete old checkpoints, on rank 0, once the new one is complete."""
         if request.link is None:
             return {}
-        not_deleted = self.removal.start([Path(folder) for folder in folders])
+        not_deleted = self.removal.start([Path(folder) for folder in request.sent.delete_after])
         for folder, reason in not_deleted.items():
             log.warning("cannot delete the old checkpoint %s: %s", folder, reason)
         return {"not_deleted": not_deleted} if not_deleted else {}
@@ -280,15 +280,15 @@ class Jobs:
         started, folder = time.monotonic(), message.checkpoint_dir
         self.removal.wait_for(Path(folder))
         checkpoint.save(
-            trainer, Path(folder), version=message.version, client_state=message.client_state
+            trainer, Path(folder), version=request.sent.version, client_state=message.client_state
         )
         result = {
-            "version": message.version,
+            "version": request.sent.version,
             "checkpoint_dir": folder,
             "pending_batches": trainer.pending.num_batches,
             "seconds": {"save": time.monotonic() - started},
         }
-        return Outcome(result=result | self._delete(request, message.delete_after))
+        return Outcome(result=result | self._delete(request))
 
     def load_checkpoint(self, request: Request[LoadCheckpoint]) -> Outcome:
         """Load the trainer's state."""

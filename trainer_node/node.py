@@ -159,15 +159,14 @@ class Node:
     def _handle(self, envelope: Envelope, received_s: float) -> int | None:
         """Run one request to its terminal message. Returns the code with which all ranks must exit
         now, or None."""
-        message: Any = envelope.message
-        request = Request(
-            message=message,
+        request: Request[Any] = Request(
+            sent=envelope.message,
             buffers=envelope.buffers,
             received_s=received_s,
             link=self.link,
             aborts=self._aborts,
-            phase=message.kind,
         )
+        request.phase = kind = request.message.kind
         self._request_id, self.trainer.first_forward_s = request.id, 0.0
         outcome, error, why = Outcome(), None, ""
         with self._watch(request):
@@ -176,9 +175,7 @@ class Node:
             except Exception as caught:  # the boundary: an error ends the request, not the node
                 code, _ = classify(caught, phase=request.phase)
                 stack = None if code in _REFUSALS else caught
-                log.error(
-                    "%s failed while %s: %s", message.kind, request.phase, caught, exc_info=stack
-                )
+                log.error("%s failed while %s: %s", kind, request.phase, caught, exc_info=stack)
                 error = without_frames(caught)
             failures = self.lockstep.compare(error)
             diverged = has_diverged(failures, world_size=dist.get_world_size())
@@ -238,7 +235,7 @@ class Node:
     @contextlib.contextmanager
     def _watch(self, request: Request[Any]) -> Iterator[None]:
         """End the process if a request is stuck: nothing can interrupt a hung collective."""
-        limit_s = request.message.deadline_s + DEADLINE_GRACE_S
+        limit_s = request.sent.deadline_s + DEADLINE_GRACE_S
 
         def stuck() -> None:
             log.error(

@@ -33,6 +33,7 @@ class Request(Generic[M]):
     """The request that this rank handles now.
 
     Attributes:
+        sent: the message as it came.
         received_s: when this process received it, on the monotonic clock.
         link: on rank 0, the link to the orchestrator.
         aborts: request id -> reason, for each request to abort.
@@ -40,18 +41,23 @@ class Request(Generic[M]):
         steps_taken: optimizer steps of this request.
     """
 
-    message: M
+    sent: Any
     buffers: Sequence[bytes]
     received_s: float
     link: NodeLink | None
     aborts: Mapping[str, str]
-    phase: str
+    phase: str = ""
     steps_taken: int = 0
+
+    @property
+    def message(self) -> M:
+        """What to do: the job of a `RunJob`, otherwise the message itself."""
+        return getattr(self.sent, "job", self.sent)  # type: ignore[no-any-return]
 
     @property
     def id(self) -> str:
         """The request's id."""
-        return str(self.message.request_id)  # type: ignore[attr-defined]
+        return str(self.sent.request_id)
 
     def progress(self, phase: str, **detail: object) -> None:
         """Enter a phase and report it."""

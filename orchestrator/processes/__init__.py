@@ -1,1 +1,1 @@
-"""Starts child processes, restarts them, ends them, and runs blocking calls beside the loop."""
+"""Starts child processes, restarts them, ends them, and runs blocking calls on threads."""

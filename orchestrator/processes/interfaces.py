@@ -69,10 +69,10 @@ def reachable_host(host: str, *, towards: str | None = None) -> str:
     return found
 
 
-def reachable_url(url: str, *, towards: str | None = None) -> str:
+def reachable_url(url: str) -> str:
     """Return a URL of scheme, host and port with `reachable_host` in place of its host."""
     parts = urlsplit(url)
-    host = reachable_host(parts.hostname or "", towards=towards)
+    host = reachable_host(parts.hostname or "")
     return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}"
 
 

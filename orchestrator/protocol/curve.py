@@ -78,7 +78,6 @@ def _derived(token: str) -> tuple[bytes, bytes]:
 
     scrypt (RFC 7914), because a person may have chosen the token.
 
-
     Raises:
         ConfigError: there is no token.
     """
@@ -156,7 +155,6 @@ def make_keys(directory: Path, *, hosts: Mapping[str, Sequence[Principal]]) -> N
     Args:
         directory: the new folder.
         hosts: name -> the nodes and clients that run there.
-
 
     Raises:
         ConfigError: `directory` exists; keys are never overwritten.

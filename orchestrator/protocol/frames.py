@@ -31,18 +31,7 @@ MAX_BODY_BYTES = 64 * _KIB
 _LARGER_BODIES = {
     "Hello": 16 * _KIB,
     # allowed_token_ids may hold a whole vocabulary; client_state is the user's.
-    **dict.fromkeys(
-        (
-            "SubmitJob",
-            "NextBatch",
-            "Forward",
-            "ForwardBackward",
-            "TrainMerged",
-            "TrainLora",
-            "SaveCheckpoint",
-        ),
-        4 * _MIB,
-    ),
+    **dict.fromkeys(("SubmitJob", "NextBatch", "RunJob"), 4 * _MIB),
     # Manifests and layouts: a model of 100,000 tensors takes 12 MiB.
     **dict.fromkeys(("Completed", "PrepareUpdate", "UseLayout"), 32 * _MIB),
     "Status": _MIB,
@@ -206,7 +195,7 @@ def _check_sizes(kind: str, sizes: Sequence[int]) -> None:
 
 
 def _check_buffers(message: AnyMessage, buffers: Frames) -> None:
-    holder = message.job if message.kind == "SubmitJob" else message
+    holder = getattr(message, "job", message)
     sizes = [memoryview(b).nbytes for b in buffers]
     wanted = [s.nbytes for s in getattr(holder, "tensors", ())]
     if sizes != wanted:

@@ -1,7 +1,7 @@
 """Memory in use by a node: of its GPUs, or of its processes on a CPU.
 
-NVML asks the driver and needs no CUDA context. A driver that hangs holds its caller up, so a thread
-of its own asks. Heartbeats carry the thread's last answer, and never wait for it.
+NVML asks the driver and needs no CUDA context. A driver that hangs holds its caller up, so a
+separate thread asks. Heartbeats carry the thread's last answer, and never wait for it.
 """
 
 from __future__ import annotations
@@ -69,10 +69,8 @@ def meter(device: Device, gpus: Sequence[int] = ()) -> Meter:
 class Meter:
     """Calls `measure` now and then, on a daemon thread that ends with the process."""
 
-    def __init__(
-        self, measure: Callable[[], tuple[MemoryUse, ...]], *, every_s: float = EVERY_S
-    ) -> None:
-        self._measure, self._every_s = measure, every_s
+    def __init__(self, measure: Callable[[], tuple[MemoryUse, ...]]) -> None:
+        self._measure = measure
         self.latest: tuple[MemoryUse, ...] = ()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="splice-memory", daemon=True)
@@ -81,7 +79,7 @@ class Meter:
     def _run(self) -> None:
         while not self._ended.is_set():
             self.latest = self._measure()
-            self._ended.wait(self._every_s)
+            self._ended.wait(EVERY_S)
 
     def close(self) -> None:
         """End the thread, unless the driver holds it up."""

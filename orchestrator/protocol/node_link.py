@@ -16,7 +16,7 @@ import os
 import queue
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -24,6 +24,7 @@ import zmq
 import zmq.utils.monitor
 
 from orchestrator.errors import ConfigError, LinkLost, ProtocolError
+from orchestrator.protocol.answered import Answered
 from orchestrator.protocol.curve import PeerKeys, peer_keys
 from orchestrator.protocol.frames import (
     MAX_FRAME_BYTES,
@@ -38,6 +39,7 @@ from orchestrator.protocol.frames import (
 from orchestrator.protocol.memory import Meter
 from orchestrator.protocol.messages import (
     AnyMessage,
+    Cancelled,
     Completed,
     EndedDuring,
     ErrorCode,
@@ -46,11 +48,14 @@ from orchestrator.protocol.messages import (
     Hello,
     NextBatch,
     Progress,
+    Ready,
     Rejected,
     Shutdown,
     TensorSpec,
+    Unready,
     Welcome,
 )
+from orchestrator.protocol.silence import Silence
 
 log = logging.getLogger("splice.link")
 _REFUSED = (
@@ -66,14 +71,9 @@ _CHECK = (
 SAY_AFTER_S, WELCOME_POLL_S = 3.0, 0.05
 REFUSALS = 4
 """Refused handshakes in a row, shortly after the start, that mean a wrong token or key."""
-OUTCOMES_KEPT, OUTCOME_BYTES_KEPT = 64, 64 * 2**20
-"""Limits of the outcomes kept for repeated requests. The newest is kept whatever its size."""
 REDIAL_AFTER_S = 10.0
 """Silence of the orchestrator after which the link opens a new connection. Neither end may notice
 that the old one is cut."""
-SUSPENDED_S = 10.0
-"""Gap between two polls after which this process counts as suspended. Polls are a heartbeat apart.
-"""
 
 
 class NodeLink:
@@ -118,20 +118,14 @@ class NodeLink:
         self._rejected: Rejected | None = None
         self._refusals = 0
         """Connections in a row that ended in their handshake."""
-        self._last_heard = self._last_frame = self._last_looked = time.monotonic()
-        """Heard: from an orchestrator that accepted this peer. Frame: any message, also a refusal.
-        """
+        self._silence, self._requests = Silence(), Answered()
         self._heartbeat_s = 1.0
-        self._outcomes: OrderedDict[str, tuple[AnyMessage, tuple[bytes, ...]]] = OrderedDict()
-        self._running: set[str] = set()
-        self._progress_counts: dict[str, int] = {}
         self._last_word: AnyMessage | None = None
         """The latest `Ready` or `Unready`."""
         self._dialled_s = 0.0
         self.next_batch: Envelope | None = None
         """The newest `NextBatch`. Who takes it puts None here."""
         self._orchestrator = ""
-        self._waited_s, self._looked_before = 0.0, 0.0
         self._thread = threading.Thread(target=self._run, name="splice-control", daemon=True)
 
     @property
@@ -217,11 +211,7 @@ class NodeLink:
             )
         if not self._thread.is_alive():
             raise LinkLost(f"the connection to the orchestrator at {self._endpoint} is closed")
-        if self._last_looked != self._looked_before:
-            self._looked_before, self._waited_s = self._last_looked, 0.0
-        # A stopped thread counts as silence; a suspended process does not.
-        self._waited_s += timeout_s
-        silent_s = self._last_looked - self._last_heard + self._waited_s
+        silent_s = self._silence.seconds(waited_s=timeout_s)
         if silent_s > self._lost_after_s:
             raise LinkLost(
                 f"the orchestrator at {self._endpoint} has been silent for {silent_s:.0f} s; if it "
@@ -231,7 +221,7 @@ class NodeLink:
 
     def is_open(self, request_id: str) -> bool:
         """Whether the request has arrived and has no outcome yet."""
-        return request_id in self._running
+        return request_id in self._requests.running
 
     def send(self, message: AnyMessage, buffers: Frames = ()) -> None:
         """Queue a message without blocking. A terminal message is kept for a repeated request.
@@ -241,30 +231,16 @@ class NodeLink:
                 fit.
         """
         frames = encode(message, buffers)
-        if message.kind in ("Completed", "Failed", "Cancelled"):
-            self._outcomes[message.request_id] = (message, tuple(bytes(b) for b in buffers))  # type: ignore[union-attr]
-            self._running.discard(message.request_id)  # type: ignore[union-attr]
-            self._progress_counts.pop(message.request_id, None)  # type: ignore[union-attr]
-            self._forget_outcomes()
-        elif message.kind in ("Ready", "Unready"):
+        if isinstance(message, Completed | Failed | Cancelled):
+            self._requests.end(message, tuple(bytes(b) for b in buffers))
+        elif isinstance(message, Ready | Unready):
             self._last_word = message
         self._outbox.put(frames)
         self._wake()
 
-    def _forget_outcomes(self) -> None:
-        kept_bytes = sum(
-            len(buffer) for _, buffers in self._outcomes.values() for buffer in buffers
-        )
-        while len(self._outcomes) > OUTCOMES_KEPT or (
-            len(self._outcomes) > 1 and kept_bytes > OUTCOME_BYTES_KEPT
-        ):
-            _, (_, buffers) = self._outcomes.popitem(last=False)
-            kept_bytes -= sum(map(len, buffers))
-
     def progress(self, request_id: str, phase: str, **detail: object) -> None:
         """Number and send the request's next `Progress`."""
-        sequence = self._progress_counts.get(request_id, 0)
-        self._progress_counts[request_id] = sequence + 1
+        sequence = self._requests.next_sequence(request_id)
         self.send(Progress(request_id=request_id, sequence=sequence, phase=phase, detail=detail))
 
     def complete(
@@ -375,7 +351,7 @@ class NodeLink:
     def _is_cut_off(self) -> bool:
         return (
             not self._is_rejected_for_good()
-            and time.monotonic() - max(self._last_frame, self._dialled_s) > REDIAL_AFTER_S
+            and time.monotonic() - max(self._silence.last_frame, self._dialled_s) > REDIAL_AFTER_S
         )
 
     def _serve(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
@@ -400,20 +376,13 @@ class NodeLink:
             if socket in events:
                 self._on_frames(socket, socket.recv_multipart())
             self._flush(socket)
-            self._note_look()
+            self._silence.look()
             if time.monotonic() >= next_beat and not self._is_rejected_for_good():
                 is_taken_in = self._welcomed.is_set() and self._rejected is None
                 memory = () if self._meter is None else self._meter.latest
                 beat = Heartbeat(node_id=self.node_id, memory=memory)
-                self._send_now(socket, beat if is_taken_in else self._hello, ())
+                self._send_now(socket, beat if is_taken_in else self._hello)
                 next_beat = time.monotonic() + self._heartbeat_s
-
-    def _note_look(self) -> None:
-        now_s = time.monotonic()
-        if now_s - self._last_looked > SUSPENDED_S:
-            self._last_heard = min(now_s, self._last_heard + now_s - self._last_looked)
-            self._last_frame = min(now_s, self._last_frame + now_s - self._last_looked)
-        self._last_looked = now_s
 
     def _flush(self, socket: zmq.Socket[bytes]) -> None:
         with contextlib.suppress(queue.Empty):
@@ -422,10 +391,8 @@ class NodeLink:
         while self._unsent and self._send_frames(socket, self._unsent[0]):
             self._unsent.popleft()
 
-    def _send_now(
-        self, socket: zmq.Socket[bytes], message: AnyMessage, buffers: Sequence[bytes | memoryview]
-    ) -> None:
-        self._send_frames(socket, encode(message, buffers))
+    def _send_now(self, socket: zmq.Socket[bytes], message: AnyMessage) -> None:
+        self._send_frames(socket, encode(message))
 
     @staticmethod
     def _send_frames(socket: zmq.Socket[bytes], frames: list[bytes | memoryview]) -> bool:
@@ -436,7 +403,7 @@ class NodeLink:
         return True
 
     def _on_frames(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
-        self._last_frame = time.monotonic()
+        self._silence.last_frame = time.monotonic()
         try:
             envelope = decode(from_wire(frames))
         except ProtocolError as error:
@@ -448,7 +415,7 @@ class NodeLink:
             return
         message = envelope.message
         if not isinstance(message, Rejected):
-            self._last_heard = self._last_frame
+            self._silence.heard()
         if self._is_rejected_for_good():
             return
         if isinstance(message, Welcome):
@@ -459,7 +426,7 @@ class NodeLink:
                     self._be_forgotten(message)
                 self._orchestrator = message.incarnation
             if self._last_word is not None:
-                self._send_now(socket, self._last_word, ())
+                self._send_now(socket, self._last_word)
             self._welcomed.set()
         elif isinstance(message, Rejected):
             self._rejected = message
@@ -492,7 +459,7 @@ class NodeLink:
         The orchestrator then repeats its open requests, and a client its jobs. Duplicates are
         harmless.
         """
-        self._send_now(socket, self._hello, ())
+        self._send_now(socket, self._hello)
         if self._hello.role == "client":
             self._inbox.put(Envelope(message=self._hello))
 
@@ -501,11 +468,10 @@ class NodeLink:
         if request_id is None:
             return
         # Checked first, because `send` stores the outcome before it removes the request.
-        if request_id in self._running:
+        if request_id in self._requests.running:
             return
-        if request_id in self._outcomes:
-            outcome, buffers = self._outcomes[request_id]
-            self._send_now(socket, outcome, buffers)
+        if (ended := self._requests.outcome(request_id)) is not None:
+            self._send_frames(socket, encode(*ended))
         else:
-            self._running.add(request_id)
+            self._requests.running.add(request_id)
             self._inbox.put(envelope)

@@ -8,17 +8,16 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from orchestrator.control.open_requests import Answer
 from orchestrator.errors import JobFailed
 from orchestrator.protocol.frames import briefly
 from orchestrator.protocol.messages import (
-    Completed,
     ErrorCode,
     Fp8Weights,
     ManifestPart,
     WireLayout,
 )
 
-Answer = tuple[Completed, tuple[bytes, ...]]
 STOP_S = 30.0
 """How long to wait for the other requests after the first one failed."""
 _Model = TypeVar("_Model", bound=BaseModel)

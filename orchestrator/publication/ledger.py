@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from orchestrator.errors import ContentChanged
-from orchestrator.journal import Journal
 from orchestrator.protocol.messages import Manifest
 from orchestrator.publication.content import Content
 from orchestrator.publication.state import State, advance
+from orchestrator.storage.journal import Journal
 
 
 class Ledger:
@@ -23,7 +23,7 @@ class Ledger:
         """Replica -> its life when it took the served version."""
         self.serving: dict[str, str] | None = None
         """Replica -> its life when it began to serve the version. None: not known after a restart.
-        A failure that changed nothing takes replicas out of `holding` alone."""
+        A failure that changed nothing only takes replicas out of `holding`."""
         self._full_by: str | None = None
         """Incarnation of the trainer that last sent all tensors."""
         self._since_full = 0
@@ -35,7 +35,7 @@ class Ledger:
     def step(
         self, to: State, version: int, *, checkpoint_dir: str | None = None, keep: bool = False
     ) -> None:
-        """Go on to the next state, durably; `keep`: together with the version's digest.
+        """Enter the next state, durably; `keep`: together with the version's digest.
 
         Raises:
             PublicationError: `to` does not follow the present state.
@@ -51,12 +51,12 @@ class Ledger:
     def may_send_part(
         self, version: int, *, lives: Mapping[str, str], trainer: str, full_every: int | None
     ) -> bool:
-        """Whether the changed tensors alone bring these replicas to `version`.
+        """Whether the changed tensors suffice to bring these replicas to `version`.
 
-        The other tensors are then those of the last full update: LoRA training changes adapters
-        alone, whatever checkpoint was loaded since. Therefore every replica must have held the
-        served version since its commit, and the same trainer process must have sent everything.
-        The same version again is a resync, which needs everything.
+        The other tensors are then those of the last full update: LoRA training changes
+        only adapters, whatever checkpoint was loaded since. Therefore every replica must have held
+        the served version since its commit, and the same trainer process must have sent
+        everything. The same version again is a resync, which needs everything.
 
         Args:
             lives: replica -> its life.
@@ -118,7 +118,7 @@ class Ledger:
                 f"version {version} is not what it was when it was first sent: the digest of its "
                 f"tensors was {was[:16]} and is {is_now[:16]} now. Either its checkpoint changed "
                 "on disk, or the trainer computes differently (another device or topology). It is "
-                "not served again. Publish the trainer's state as a new version (PublishJob), or "
+                "not served again. Publish the trainer's state as a new version (Publish), or "
                 "load another checkpoint first"
             )
 

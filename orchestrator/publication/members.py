@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from orchestrator.control.open_requests import Answer
+from orchestrator.control.router import ControlRouter
 from orchestrator.errors import JobFailed, NodeLost, SpliceError
 from orchestrator.protocol.messages import (
     AbortSend,
@@ -22,12 +24,10 @@ from orchestrator.protocol.messages import (
     Rendezvous,
     SendWeights,
     SwapWeights,
-    new_id,
 )
-from orchestrator.publication.answers import Answer, all_or_first_error, valid
+from orchestrator.publication.answers import all_or_first_error, valid
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.report import Report
-from orchestrator.router import ControlRouter
 
 log = logging.getLogger("splice.publisher")
 LEAVE_S = 30.0
@@ -36,10 +36,8 @@ LEAVE_S = 30.0
 class Members:
     """Requests to trainer and replicas, and the transfer groups that they share."""
 
-    def __init__(
-        self, *, router: ControlRouter, config: PublicationConfig, trainer_id: str
-    ) -> None:
-        self.router, self._config, self.trainer_id = router, config, trainer_id
+    def __init__(self, *, router: ControlRouter, config: PublicationConfig) -> None:
+        self.router, self._config = router, config
         self.joined: dict[str, str] = {}
         """Node in the transfer groups -> its life."""
         self._asked: dict[str, str] = {}
@@ -48,7 +46,7 @@ class Members:
     @property
     def trainer_process(self) -> str:
         """The trainer's incarnation."""
-        return self.router.peers[self.trainer_id].hello.incarnation
+        return self.router.peers["trainer"].hello.incarnation
 
     def lives(self, node_ids: Sequence[str]) -> dict[str, str]:
         """Node -> `Peer.life`, for each node that is known."""
@@ -91,12 +89,12 @@ class Members:
         await self._abort_update(replica, why)
         timeout_s = self._config.commit_timeout_s
         # Nobody waits for the answer: an excluded replica must not hold up the others.
-        leave = LeaveAlias(request_id=new_id("out"), deadline_s=timeout_s, reason=why)
+        leave = LeaveAlias(deadline_s=timeout_s, reason=why)
         await self._tell(replica, leave)
 
     async def _abort_send(self, why: str) -> None:
-        request_id = self._asked.get(self.trainer_id)
-        await self._tell(self.trainer_id, AbortSend(reason=why, request_id=request_id))
+        request_id = self._asked.get("trainer")
+        await self._tell("trainer", AbortSend(reason=why, request_id=request_id))
 
     async def _abort_update(self, replica: str, why: str) -> None:
         await self._tell(replica, AbortUpdate(reason=why, request_id=self._asked.get(replica)))
@@ -115,7 +113,7 @@ class Members:
         Raises:
             JobFailed | NodeLost: a node did not join, or was restarted meanwhile.
         """
-        members = [self.trainer_id, *replicas]
+        members = ["trainer", *replicas]
         wanted = self.lives(members)
         if wanted == self.joined:
             return
@@ -143,15 +141,15 @@ class Members:
 
     def _details(self, replicas: Sequence[str]) -> dict[str, InferenceDetail]:
         details = {r: self.router.peers[r].detail for r in replicas}
-        if anew := sorted(r for r, detail in details.items() if not detail):
-            raise NodeLost(f"{', '.join(anew)} has started again and is not ready yet")
+        if again := sorted(r for r, detail in details.items() if not detail):
+            raise NodeLost(f"{', '.join(again)} has started again and is not ready yet")
         return {r: InferenceDetail.model_validate(d) for r, d in details.items()}
 
     def _check_nccl(self, replicas: Sequence[str]) -> None:
         """NCCL joins no group of two versions, and its error code names neither."""
         if self._config.transport != "nccl":
             return
-        ours = self.router.peers[self.trainer_id].hello.packages.get("nccl")
+        ours = self.router.peers["trainer"].hello.packages.get("nccl")
         found = {r: detail.packages.get("nccl") for r, detail in self._details(replicas).items()}
         other = {r: theirs for r, theirs in found.items() if ours and theirs and theirs != ours}
         if other:
@@ -163,7 +161,7 @@ class Members:
                 message=f"the trainer has NCCL {ours} and vLLM has NCCL {theirs} "
                 f"({', '.join(other)}); NCCL joins no group of two versions",
                 remedy=f"install nvidia-nccl-cu13=={theirs} in the trainer's environment "
-                "(uv pip install --no-deps), then start the trainer anew",
+                "(uv pip install --no-deps), then start the trainer again",
             )
 
     async def _open(
@@ -174,18 +172,15 @@ class Members:
         def on_progress(_: str, progress: Progress) -> None:
             if progress.phase == "listening" and not listening.done():
                 at = progress.detail.get("rendezvous") or {}
-                listening.set_result(
-                    {r: valid(self.trainer_id, Rendezvous, at.get(r)) for r in replicas}
-                )
+                listening.set_result({r: valid("trainer", Rendezvous, at.get(r)) for r in replicas})
 
         request = OpenTransferGroup(
-            request_id=new_id("open"),
             deadline_s=self._config.join_timeout_s,
             transport=self._config.transport,
             replicas={r: detail.workers for r, detail in self._details(replicas).items()},
         )
         phase = "opening the transfer group"
-        await self.ask(self.trainer_id, request, phase=phase, on_progress=on_progress)
+        await self.ask("trainer", request, phase=phase, on_progress=on_progress)
 
     async def _join_all(
         self, replicas: Sequence[str], listening: asyncio.Future[dict[str, Rendezvous]]
@@ -196,16 +191,14 @@ class Members:
         except TimeoutError:
             raise JobFailed(
                 code=ErrorCode.TRANSFER_TIMEOUT,
-                node=self.trainer_id,
+                node="trainer",
                 phase="opening the transfer group",
                 message=f"the trainer did not say where it listens within {timeout_s:g} s",
                 remedy="look at the trainer's log",
             ) from None
         await self.ask_all(
             replicas,
-            lambda r: JoinTransferGroup(
-                request_id=new_id("join"), deadline_s=timeout_s, rendezvous=where[r]
-            ),
+            lambda r: JoinTransferGroup(deadline_s=timeout_s, rendezvous=where[r]),
             phase="joining the transfer group",
         )
 
@@ -215,9 +208,9 @@ class Members:
         Logs failures, because a member may have ended.
         """
         joined, self.joined = self.joined, {}
-        replicas = [i for i in joined if i != self.trainer_id and self.router.is_connected(i)]
-        for node_id in [self.trainer_id, *replicas] if joined else ():
-            leave = LeaveTransferGroup(request_id=new_id("leave"), deadline_s=LEAVE_S)
+        replicas = [i for i in joined if i != "trainer" and self.router.is_connected(i)]
+        for node_id in ["trainer", *replicas] if joined else ():
+            leave = LeaveTransferGroup(deadline_s=LEAVE_S)
             try:
                 await self.router.request(node_id, leave, phase="leaving the transfer group")
             except SpliceError as error:

@@ -18,7 +18,6 @@ from orchestrator.protocol.messages import (
     UseLayout,
     WireLayout,
     fp8_manifest,
-    new_id,
 )
 from orchestrator.publication.answers import PrepareAnswer, valid
 from orchestrator.publication.config import PublicationConfig
@@ -51,7 +50,7 @@ class Planner:
         """What they planned to send: the trainer's manifest, with FP8 weights if the replicas hold
         such."""
         self.part: Wire | None = None
-        """An update of the changed tensors alone; None: there is none."""
+        """An update of only the changed tensors; None: there is none."""
 
     async def plan(self, version: int, replicas: Sequence[str]) -> Manifest:
         """Have all replicas check the manifest and agree on a layout; returns what is sent.
@@ -73,10 +72,9 @@ class Planner:
         process = self._members.trainer_process
         if self._manifest is not None and self._manifest[0] == process:
             return self._manifest[1]
-        request = PlanPublication(request_id=new_id("plan"), deadline_s=self._config.plan_timeout_s)
-        trainer_id = self._members.trainer_id
-        completed, _ = await self._members.router.request(trainer_id, request, phase="planning")
-        manifest = valid(trainer_id, Manifest, completed.result)
+        request = PlanPublication(deadline_s=self._config.plan_timeout_s)
+        completed, _ = await self._members.router.request("trainer", request, phase="planning")
+        manifest = valid("trainer", Manifest, completed.result)
         self._manifest = (process, manifest)
         return manifest
 
@@ -100,7 +98,6 @@ class Planner:
             answers = await self._members.ask_all(
                 replicas,
                 lambda _, order=order: PrepareUpdate(  # type: ignore[misc]
-                    request_id=new_id("prepare"),
                     deadline_s=self._config.plan_timeout_s,
                     version=version,
                     manifest=manifest,
@@ -150,14 +147,13 @@ class Planner:
         Returns: None, or why the trainer cannot.
         """
         request = UseLayout(
-            request_id=new_id("layout"),
             deadline_s=self._config.plan_timeout_s,
             layout=layout,
             part=tensors,
             fp8=fp8,
         )
         answer, _ = await self._members.router.request(
-            self._members.trainer_id, request, phase="planning the layout"
+            "trainer", request, phase="planning the layout"
         )
         what = "layout" if tensors is None else f"layout of the {len(tensors)} tensors that change"
         log.info("%s: %s", what, _summary(layout))

@@ -1,7 +1,7 @@
 """One attempt to bring one version from the trainer to every replica.
 
     plan      join groups, check the manifest on every replica, agree on a layout; then durable
-    move      in place, or beside the live tensors and swapped in; then finished
+    move      in place, or next to the live tensors and swapped in; then finished
               compare the live tensors' digests with the trainer's; then verified
     canary    compare log-probs on replicas that serve nothing yet
     commit    every replica moves its alias and resumes, or the attempt fails
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from orchestrator.control.open_requests import Answer
 from orchestrator.errors import JobFailed, NodeLost, SpliceError, VerificationError
 from orchestrator.protocol.messages import (
     CANARY,
@@ -29,12 +30,13 @@ from orchestrator.protocol.messages import (
     Progress,
     PublicationMode,
     ReceiveWeights,
+    RunJob,
     SendWeights,
     SwapWeights,
     forward_specs,
     new_id,
 )
-from orchestrator.publication.answers import Answer, all_or_first_error, digests_of, seconds_of
+from orchestrator.publication.answers import all_or_first_error, digests_of, seconds_of
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.ledger import Ledger
 from orchestrator.publication.members import Members
@@ -77,7 +79,7 @@ class Publication:
     result: PublicationReport = field(init=False)
     sent: Answer = field(init=False)
     is_beside: bool = field(default=False, init=False)
-    """Bytes arrive beside the live tensors, so no failure can have changed those."""
+    """Bytes arrive next to the live tensors, so no failure can have changed those."""
     may_have_committed: bool = field(default=False, init=False)
     """The only replica was told to commit with its swap, and has not answered."""
     _pause_started_s: float = field(default=0.0, init=False)
@@ -85,7 +87,7 @@ class Publication:
     """When the only replica resumed by itself."""
 
     async def run(self) -> PublicationReport:
-        """Publish the version; leaves out replicas that alone fail, if another remains.
+        """Publish the version; leaves out replicas that fail by themselves, if another remains.
 
         Raises:
             JobFailed | PublicationError | NodeLost: the attempt failed in the ledger's state.
@@ -157,13 +159,12 @@ class Publication:
         answers = await self.members.ask_all(
             self.replicas,
             lambda _: PrepareShadow(
-                request_id=new_id("shadow"),
                 deadline_s=self.config.plan_timeout_s,
                 version=self.version,
                 base_version=self.wire.base,
                 budget_bytes=self.config.shadow_bytes,
             ),
-            phase="making room beside the live tensors",
+            phase="making room next to the live tensors",
         )
         refusals = {r: a.result.get("why_not") for r, (a, _) in answers.items()}
         why = next((f"{r}: {refusal}" for r, refusal in refusals.items() if refusal), None)
@@ -189,7 +190,7 @@ class Publication:
         self.result.seconds |= seconds_of(received.values(), names)
 
     async def _move_beside(self) -> None:
-        """Send and receive beside the live tensors of every replica. Ends shadowed."""
+        """Send and receive next to the live tensors of every replica. Ends shadowed."""
         self.is_beside = True
         began = time.monotonic()
         received = await self._transfer("shadow", on_progress=lambda _i, _p: None)
@@ -219,7 +220,6 @@ class Publication:
             self.members.ask(
                 replica,
                 SwapWeights(
-                    request_id=new_id("swap"),
                     deadline_s=self.config.transfer_timeout_s,
                     version=self.version,
                     pause_mode=self.config.pause_mode,
@@ -251,7 +251,6 @@ class Publication:
             self.members.ask(
                 replica,
                 ReceiveWeights(
-                    request_id=new_id("receive"),
                     deadline_s=timeout_s,
                     version=self.version,
                     pause_mode=self.config.pause_mode,
@@ -265,12 +264,11 @@ class Publication:
             for replica in self.replicas
         ]
         send = SendWeights(
-            request_id=new_id("send"),
             deadline_s=timeout_s,
             version=self.version,
             changed_only=self.wire.base is not None,
         )
-        sending = self.members.ask(self.members.trainer_id, send, phase="sending")
+        sending = self.members.ask("trainer", send, phase="sending")
         self.sent, *received = await all_or_first_error([sending, *receives], on_error=self._abort)
         return dict(zip(self.replicas, received, strict=True))
 
@@ -289,7 +287,7 @@ class Publication:
 
     def _take_digests(self) -> None:
         count = len(self.wire.manifest.tensors)
-        sent = digests_of(self.members.trainer_id, self.sent, count=count)
+        sent = digests_of("trainer", self.sent, count=count)
         self.ledger.take_digests(self.version, sent, self.wire.indices)
 
     def _compare(self, received: Mapping[str, Answer], what: str) -> dict[str, str]:
@@ -338,10 +336,12 @@ class Publication:
         if not asked:
             return
         specs = forward_specs(num_sequences=1, num_tokens=len(prompt))
-        forward = Forward(request_id=new_id(CANARY), deadline_s=timeout_s, tensors=specs)
+        forward = RunJob(
+            request_id=new_id(CANARY), deadline_s=timeout_s, job=Forward(tensors=specs)
+        )
         inputs = [array.array("i", prompt).tobytes(), array.array("i", [len(prompt)]).tobytes()]
         _, own = await self.members.router.request(
-            self.members.trainer_id, forward, buffers=inputs, phase="checking the canary"
+            "trainer", forward, buffers=inputs, phase="checking the canary"
         )
         self.result.canary = {r: canary_difference(own[0], theirs) for r, theirs in asked.items()}
         await self._leave_out(canary_failures(self.wire.manifest, self.result.canary))
@@ -363,9 +363,7 @@ class Publication:
 
         async def commit(replica: str) -> None:
             timeout_s = self.config.commit_timeout_s
-            request = CommitUpdate(
-                request_id=new_id("commit"), deadline_s=timeout_s, version=self.version
-            )
+            request = CommitUpdate(deadline_s=timeout_s, version=self.version)
             await self.members.router.request(replica, request, phase="committing")
             resumed_s.append(time.monotonic())
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
+from orchestrator.control.router import ControlRouter
 from orchestrator.errors import (
     ContentChanged,
     JobFailed,
@@ -22,11 +22,6 @@ from orchestrator.errors import (
     PublicationError,
     SpliceError,
 )
-from orchestrator.journal import Journal
-from orchestrator.protocol.messages import (
-    LoadCheckpoint,
-    new_id,
-)
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.ledger import Ledger
 from orchestrator.publication.members import Members
@@ -34,7 +29,7 @@ from orchestrator.publication.planner import Planner
 from orchestrator.publication.publication import Publication
 from orchestrator.publication.report import PublicationReport, Report
 from orchestrator.publication.state import State, after_failure
-from orchestrator.router import ControlRouter
+from orchestrator.storage.journal import Journal
 
 log = logging.getLogger("splice.publisher")
 
@@ -46,9 +41,7 @@ class Publisher:
     """Drives publications over the control socket, one at a time.
 
     Args:
-        load_timeout_s: timeout of a load of the version, which may train its last step again. None:
-            `plan_timeout_s`.
-        heard: gets the result of such a load.
+        restore: has the trainer load a checkpoint (its folder, and the phase of the request).
     """
 
     def __init__(
@@ -57,14 +50,11 @@ class Publisher:
         router: ControlRouter,
         journal: Journal,
         config: PublicationConfig,
-        trainer_id: str = "trainer",
         on_phase: Report = lambda phase, detail: None,
-        load_timeout_s: float | None = None,
-        heard: Callable[[Mapping[str, Any]], None] = lambda result: None,
+        restore: Callable[[str, str], Awaitable[None]],
     ) -> None:
-        self._config, self._on_phase, self._heard = config, on_phase, heard
-        self._load_timeout_s = load_timeout_s or config.plan_timeout_s
-        self._members = Members(router=router, config=config, trainer_id=trainer_id)
+        self._config, self._on_phase, self._restore = config, on_phase, restore
+        self._members = Members(router=router, config=config)
         self._planner = Planner(self._members, config)
         self._ledger = Ledger(journal)
         self._abort_first = False
@@ -118,7 +108,7 @@ class Publisher:
     ) -> PublicationReport:
         """Publish `version` to all healthy `replicas` or to none, with at most `attempts` attempts.
 
-        Leaves out a replica that is gone or alone fails its verification, if another remains.
+        Leaves out a replica that is gone or fails its verification, if another one does not.
 
         Args:
             holder: incarnation of the trainer that holds the version in memory. Another trainer
@@ -227,30 +217,18 @@ class Publisher:
             NodeLost: the trainer, or every replica, was not ready in time.
         """
         publication.report("recovering", {"version": publication.version})
-        router, trainer_id = self._members.router, self._members.trainer_id
+        router = self._members.router
         replicas, timeout_s = publication.replicas, self._config.recovery_timeout_s
-        await router.wait_heard([trainer_id, *replicas], since_s=time.monotonic())
+        await router.wait_heard(["trainer", *replicas], since_s=time.monotonic())
         report = publication.report
-        await router.wait_ready([trainer_id], timeout_s=timeout_s, report=report)
-        await router.wait_ready(replicas, timeout_s=timeout_s, one_is_enough=True, report=report)
+        await router.wait_ready(["trainer"], timeout_s=timeout_s, report=report)
         holder = self._members.trainer_process
         if not (publication.keeps_pending and publication.holder == holder):
-            load = LoadCheckpoint(
-                request_id=new_id("load"),
-                deadline_s=self._load_timeout_s,
-                checkpoint_dir=publication.checkpoint_dir,
-            )
-            answer, _ = await router.request(
-                trainer_id, load, phase="restoring the version to be published"
-            )
-            self._heard(answer.result)
+            what = "restoring the version to be published"
+            await self._restore(publication.checkpoint_dir, what)
         publication.holder = holder
-        deadline_s = time.monotonic() + timeout_s
-        # Replicas may have gone while the trainer was loading.
-        while not (there := [r for r in router.nodes("inference") if r in replicas]):
-            left_s = max(0.1, deadline_s - time.monotonic())
-            await router.wait_ready(replicas, timeout_s=left_s, one_is_enough=True, report=report)
-        return there
+        await router.wait_ready(replicas, timeout_s=timeout_s, one_is_enough=True, report=report)
+        return [r for r in router.nodes("inference") if r in replicas]
 
 
 def _as_ours(error: Exception) -> SpliceError | OSError:

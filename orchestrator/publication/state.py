@@ -8,7 +8,7 @@
                                                   v
                                                  idle
 
-Only shadow mode passes `shadowed`: every replica has received and verified the update beside its
+Only shadow mode passes `shadowed`: every replica has received and verified the update next to its
 live tensors, and still serves @N.
 
 From `applying` on, the live tensors are a mixture of two versions, so the only way is forward: a

@@ -10,15 +10,16 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+from orchestrator.control.open_requests import Answer
 from orchestrator.errors import JobFailed, VerificationError
 from orchestrator.protocol.messages import Manifest
-from orchestrator.publication.answers import Answer, ReceiveAnswer, digests_of, valid
+from orchestrator.publication.answers import ReceiveAnswer, digests_of, valid
 
 CANARY_TOKENS = 12
 CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.5}
 """Largest median difference of the log-probs in nats, by the manifest's coarsest dtype.
 
-fp32: ten times the smoke proof's 1e-4, for other kernels. bf16: rounding alone gives 0.013 on a
+fp32: ten times the smoke proof's 1e-4, for other kernels. bf16: only rounding gives 0.013 on a
 tiny mixture, and more with more layers and routers. A wrong model differs by about a nat or more.
 """
 

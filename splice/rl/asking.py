@@ -77,12 +77,7 @@ class Asking:
         for attempt in itertools.count():
             admitted = self._made.newest
             of: dict[str, Any] = {**place.named, "turn": turn, "attempt": attempt}
-            first: dict[str, Any] = {
-                "step": place.step,
-                "prompt": place.prompt,
-                "version": admitted,
-            }
-            self._log.write("admit", **first, **of)
+            self._log.write("admit", **place.asked_for, version=admitted, **of)
             try:
                 answer = await self._once(asked, admitted, meter=self._meter, **more)
             except RolloutLost as error:

@@ -1,4 +1,4 @@
-"""Work beside the loop, on its own thread, that can neither hold up nor end the loop.
+"""Work on a separate thread that can neither hold up nor end the loop.
 
 A disk that is full, a service that is away or an API that hangs costs what was to be written there.
 What was lost is counted, logged and part of `splice status`.

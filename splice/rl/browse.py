@@ -77,7 +77,7 @@ def text_of(prompt: Any) -> str:
 
 
 def facts_of(sample: dict[str, Any]) -> dict[str, str]:
-    """Return what the table has beside prompt and answer."""
+    """Return what the table has in addition to prompt and answer."""
     logprobs = sample["logprobs"]
     return {
         "step": str(sample["step"]),

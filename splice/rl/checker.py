@@ -1,4 +1,4 @@
-"""Proves from a loop's log alone what the loop promises.
+"""Proves what a loop promises, from its log only.
 
 python -m splice.rl.checker RUN/loop/decisions.jsonl
 
@@ -260,8 +260,8 @@ class Checker:
                 f"version {line['version']}"
             )
         # Its job ended, and somebody may have published, before the new start.
-        behind = self._served_at_start - line["version"]
-        was_seen = behind >= 0 if was_open else behind == 0
+        lag = self._served_at_start - line["version"]
+        was_seen = lag >= 0 if was_open else lag == 0
         if line["version"] <= self._made.newest and not was_seen:
             self._wrong(f"step {line['step']} made version {line['version']} again")
         self._made.add(line["version"])

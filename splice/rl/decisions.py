@@ -1,6 +1,6 @@
 """The log of a loop's decisions, as JSON lines, and what a restarted loop reads from it.
 
-    start    loop, run, version, config, prompts, lr    a loop begins, or goes on
+    start    loop, run, version, config, prompts, lr    a loop begins, or continues
     admit    step, group, prompt, sample, turn, attempt, version     turn 0 without an environment
     finish   group, sample, turn, attempt, spans, replica      all tokens, [version, number]
     lost     group, sample, turn, attempt, why       it is asked again, with its place in the group
@@ -15,8 +15,8 @@
     note     step, metrics                     yours, from `Loop.note`
     segment  number, past                      the file began again, with what was done so far
 
-After a step, a file of `SEGMENT_BYTES` becomes a compressed segment beside it. A start reads the
-present file alone.
+After a step, a file of `SEGMENT_BYTES` becomes a compressed segment next to it. A start reads
+only the present file.
 
 Whatever was admitted and not trained is lost at the next `start`. `at` is seconds since the epoch.
 """
@@ -42,6 +42,7 @@ import msgpack
 from orchestrator.errors import ConfigError
 from orchestrator.processes import locks
 from orchestrator.protocol.messages import TensorSpec
+from orchestrator.storage.files import replace_file, sync_folder
 from splice.batches import Batch
 
 LOG, BATCH, STATUS = "decisions.jsonl", "batch.msgpack", "status.json"
@@ -135,7 +136,7 @@ class DecisionLog(_Locked):
         cut_torn_line(path)
         self._path = path
         if (number := len(segments(path))) > _number(path):  # a crash came between copy and cut
-            self._begin_anew(number)
+            self._begin_again(number)
 
     def write(self, event: str, *, durable: bool = False, **fields: Any) -> None:
         """Append a decision; `durable`: it is on disk when the call returns."""
@@ -157,10 +158,10 @@ class DecisionLog(_Locked):
             out.flush()
             os.fsync(out.fileno())
         part.replace(segment)
-        _sync_folder(segment.parent)  # before the lines are cut off
-        self._begin_anew(number)
+        sync_folder(segment.parent)  # before the lines are cut off
+        self._begin_again(number)
 
-    def _begin_anew(self, number: int) -> None:
+    def _begin_again(self, number: int) -> None:
         found = asdict(_past(segments(self._path)[-1]))
         self._file.truncate(0)
         self.write("segment", durable=True, number=number, past=found)
@@ -331,16 +332,13 @@ def _take(found: Past, line: dict[str, Any]) -> None:
         found.open = found.last = line
     elif event == "reopened":
         found.reopen()
-    elif event == "failed" and "aside" in line:
+    elif event == "trained" or "aside" in line or line["steps_taken"]:
         if found.open is not None:
             found.done, found.groups = line["step"], found.open["groups"][-1] + 1
         found.open, found.attempt = None, 0
-    elif event == "trained" or line["steps_taken"]:
-        if found.open is not None:
-            found.done, found.groups = line["step"], found.open["groups"][-1] + 1
-        found.open, found.attempt = None, 0
-        found.published = event == "trained"
-        if found.published:
+        if "aside" not in line:
+            found.published = event == "trained"
+        if event == "trained":
             found.made.add(line["version"])
     elif line["code"] in PASSING and found.open is not None:
         found.open["attempt"] += 1  # this id has its outcome
@@ -386,22 +384,9 @@ class Order:
 
 def keep_batch(path: Path, batch: Batch) -> None:
     """Make a step's batch durable, in place of the one before."""
-    part = path.with_suffix(".part")
     specs = [spec.model_dump(mode="json") for spec in batch.specs]
-    with part.open("wb") as file:
-        file.write(msgpack.packb({"specs": specs, "buffers": list(map(bytes, batch.buffers))}))
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    kept = msgpack.packb({"specs": specs, "buffers": list(map(bytes, batch.buffers))})
+    replace_file(path, kept, durable=True)
 
 
 def set_aside(folder: Path, step: int) -> Path:
@@ -424,6 +409,6 @@ def kept_batch(path: Path) -> Batch:
         return Batch(specs=specs, buffers=tuple(found["buffers"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"the log beside {path} has a step without an outcome, but its batch cannot be read "
+            f"the log next to {path} has a step without an outcome, but its batch cannot be read "
             f"({error}); restore the file, or start a loop in a new folder"
         ) from error

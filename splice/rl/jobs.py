@@ -20,10 +20,10 @@ from orchestrator.protocol.messages import (
     LossSpec,
     OptimParams,
     Progress,
-    PublishJob,
+    Publish,
     PublishResult,
     SubmitJob,
-    TrainMergedJob,
+    TrainMerged,
     TrainMergedResult,
 )
 from splice.batches import Batch, Completion
@@ -98,11 +98,11 @@ class StepJobs:
     def _made_of(self, groups: Sequence[Group]) -> Batch:
         return self._make_batch([part for group in groups for part in _answers_by_name(group)])
 
-    def _job_of(self, batch: Batch, optim: OptimParams) -> TrainMergedJob:
+    def _job_of(self, batch: Batch, optim: OptimParams) -> TrainMerged:
         loss = self._loss
         if self._config.max_staleness:
             loss = loss.model_copy(update={"off_policy": True})
-        return TrainMergedJob(
+        return TrainMerged(
             loss=loss,
             optim=optim,
             tensors=batch.specs,
@@ -212,7 +212,7 @@ class StepJobs:
         """
         job_id = f"loop-{self._past.loop}-{self._past.done}-publish-{uuid.uuid4().hex[:8]}"
         try:
-            result = await self._run(PublishJob(), job_id, ())
+            result = await self._run(Publish(), job_id, ())
         except JobFailed as error:
             if error.code is not ErrorCode.WORK_LOST:
                 raise

@@ -120,7 +120,7 @@ class Loop:
     async def __aenter__(self) -> Loop:
         refuse_in_process()
         async with self._exit as stack:
-            # Rewards and jobs have threads of their own, so that neither waits for the other's.
+            # Rewards and jobs have separate threads, so that neither waits for the other's.
             self._job_threads = ThreadPoolExecutor(4, thread_name_prefix="splice-job")
             stack.callback(self._job_threads.shutdown, wait=False, cancel_futures=True)
             scoring = None if self._reward is None else Scoring(self._reward, self.config)
@@ -191,8 +191,8 @@ class Loop:
             version = found.made.newest  # and the next one is published first
         if version is None:
             raise ConfigError(
-                "the run serves no version. Publish the first one (InitialSyncJob, or `splice "
-                "up`); after a publication that failed, publish again (PublishJob, ResyncJob)"
+                "the run serves no version. Publish the first one (InitialSync, or `splice "
+                "up`); after a publication that failed, publish again (Publish, Resync)"
             )
         if found.made.versions and version < found.made.newest:
             raise ConfigError(
@@ -317,7 +317,7 @@ class Loop:
         self._said.warnings(step, newest)
         return step
 
-    # ------------------------------------------------------------ beside the loop
+    # ------------------------------------------------------------ for the loop's body
 
     async def sample(
         self, rows: Sequence[Row], *, n: int = 1, temperature: float = 0.0, **more: Any

@@ -22,6 +22,8 @@ from splice.batches import Completion
 from splice.rl.sampler import Row
 
 RewardFunction = Callable[..., Any]
+Parts = Sequence[tuple[RewardFunction, str, float]]
+"""Each function with its kind and weight."""
 LISTS, SINGLE = "completions", "completion"
 
 
@@ -41,53 +43,33 @@ def trl_reward(
     given = [1.0] * len(functions) if weights is None else list(weights)
     if not functions or len(given) != len(functions):
         raise ConfigError(f"{len(functions)} reward functions and {len(given)} weights")
-    kinds = [_kind(function) for function in functions]
-
+    parts = [(f, _kind(f), weight) for f, weight in zip(functions, given, strict=True)]
     given_to = _all_async if all(map(_is_async, functions)) else _plain_first
-    return partial(given_to, functions, kinds, given)  # can be pickled, for reward_processes
+    return partial(given_to, parts)  # can be pickled, for reward_processes
 
 
-async def _all_async(
-    functions: Sequence[RewardFunction],
-    kinds: Sequence[str],
-    weights: Sequence[float],
-    row: Row,
-    completion: Completion,
-) -> float:
-    return await _rest(functions, kinds, weights, row, completion, {})
+async def _all_async(parts: Parts, row: Row, completion: Completion) -> float:
+    return await _rest(parts, row, completion, {})
 
 
-def _plain_first(
-    functions: Sequence[RewardFunction],
-    kinds: Sequence[str],
-    weights: Sequence[float],
-    row: Row,
-    completion: Completion,
-) -> Awaitable[float] | float:
+def _plain_first(parts: Parts, row: Row, completion: Completion) -> Awaitable[float] | float:
     """The plain ones now, on the loop's thread; the coroutines where it awaits the rest."""
     known = {
-        i: _call(function, kinds[i], row, completion)
-        for i, function in enumerate(functions)
+        i: _call(function, kind, row, completion)
+        for i, (function, kind, _) in enumerate(parts)
         if not _is_async(function)
     }
-    if len(known) == len(functions):
-        return _sum(list(known.values()), kinds, weights)
-    return _rest(functions, kinds, weights, row, completion, known)
+    if len(known) == len(parts):
+        return _sum(parts, list(known.values()))
+    return _rest(parts, row, completion, known)
 
 
-async def _rest(
-    functions: Sequence[RewardFunction],
-    kinds: Sequence[str],
-    weights: Sequence[float],
-    row: Row,
-    completion: Completion,
-    known: Mapping[int, Any],
-) -> float:
+async def _rest(parts: Parts, row: Row, completion: Completion, known: Mapping[int, Any]) -> float:
     scores = [
-        known[i] if i in known else await _call(function, kinds[i], row, completion)
-        for i, function in enumerate(functions)
+        known[i] if i in known else await _call(function, kind, row, completion)
+        for i, (function, kind, _) in enumerate(parts)
     ]
-    return _sum(scores, kinds, weights)
+    return _sum(parts, scores)
 
 
 def _is_async(function: RewardFunction) -> bool:
@@ -121,11 +103,12 @@ def _call(function: RewardFunction, kind: str, row: Row, completion: Completion)
     return function(**fields)
 
 
-def _sum(scores: Sequence[Any], kinds: Sequence[str], weights: Sequence[float]) -> float:
+def _sum(parts: Parts, scores: Sequence[Any]) -> float:
     values = [
-        score[0] if kind == LISTS else score for score, kind in zip(scores, kinds, strict=True)
+        (weight, score[0] if kind == LISTS else score)
+        for (_, kind, weight), score in zip(parts, scores, strict=True)
     ]
-    counted = [(w, float(v)) for w, v in zip(weights, values, strict=True) if v is not None]
+    counted = [(weight, float(value)) for weight, value in values if value is not None]
     if not counted:
         raise ValueError("every reward function returned None")
     return sum(weight * value for weight, value in counted)

@@ -16,7 +16,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ import httpx
 from orchestrator.errors import ConfigError, ErrorCode, SpliceError
 from orchestrator.protocol.messages import Status
 from splice.batches import ASK, ASK_CHAT, Completion, Routing
+from splice.replicas import Replica, Replicas
 from splice.rl.balance import Meter
 from splice.rl.bodies import CHAT, COMPLETIONS, FIELDS, check_fields, json_of, plain
 from splice.rl.config import OWN_FIELDS, SamplingConfig
@@ -39,10 +40,6 @@ SILENT_S = 5.0
 CONNECT_S = 10.0
 JSON = {"content-type": "application/json"}
 ENCODE_TIMEOUT_S = 60.0
-AVOID_S, AVOID_AT_MOST_S = 0.25, 10.0
-"""A replica that fails is left alone for twice the first time, then ever longer up to the second.
-"""
-MOST_FAILURES = 16
 KEEP_ALIVE_S = 2.0
 """Idle connections are closed before vLLM closes them, after 5 s."""
 STREAM_INTERVALS = range(24, 41)
@@ -94,24 +91,6 @@ class Answer:
     replica: str
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Replica:
-    node_id: str
-    url: str
-    flights: set[asyncio.Task[Answer]] = field(default_factory=set)
-    is_gone: bool = False
-    failures: int = 0
-    """Outages in a row; the requests that one outage ends count once."""
-    avoid_until_s: float = 0.0
-
-    def failed(self) -> None:
-        """Ask others for a while, longer each time."""
-        now_s = time.monotonic()
-        if now_s >= self.avoid_until_s:
-            self.failures = min(self.failures + 1, MOST_FAILURES)
-            self.avoid_until_s = now_s + min(AVOID_S * 2.0**self.failures, AVOID_AT_MOST_S)
-
-
 class Sampler:
     """Sends requests to the replicas that are ready, the least busy one first.
 
@@ -131,7 +110,7 @@ class Sampler:
         router_replay: bool = False,
     ) -> None:
         self._status, self._name, self._replays = status, name, router_replay
-        self._replicas: dict[str, _Replica] = {}
+        self.replicas = Replicas()
         self._has_said_none = False
         limits = httpx.Limits(
             max_connections=None,
@@ -162,36 +141,17 @@ class Sampler:
                 log.warning("cannot ask for the replicas: %s", error)
 
     async def _look(self) -> None:
-        """Note new replicas, and end the requests of those that are gone.
+        self.replicas.update((await self._status()).nodes)
 
-        A restarted orchestrator names no node at first, while the replicas serve on.
-        """
-        nodes = [node for node in (await self._status()).nodes if node.role == "inference"]
-        ready = {
-            node.node_id: str(node.detail["base_url"])
-            for node in nodes
-            if node.state == "ready" and "base_url" in node.detail
-        }
-        named = {node.node_id for node in nodes}
-        for replica in list(self._replicas.values()):
-            if replica.node_id in named and ready.get(replica.node_id) != replica.url:
-                del self._replicas[replica.node_id]
-                replica.is_gone = True
-                for flight in replica.flights:
-                    flight.cancel()
-        for node_id, url in ready.items():
-            if node_id not in self._replicas:
-                self._replicas[node_id] = _Replica(node_id=node_id, url=url)
-
-    async def _choose(self, meter: Meter) -> _Replica:
+    async def choose(self, meter: Meter | None = None) -> Replica:
         """Wait for a replica that has not failed lately; returns the least busy one."""
-        began_s = time.monotonic()
+        meter, began_s = meter or Meter(), time.monotonic()
         while True:
             now_s = time.monotonic()
-            free = [r for r in self._replicas.values() if r.avoid_until_s <= now_s]
-            if free:
+            ready = self.replicas.ready()
+            if free := [r for r in ready if r.avoid_until_s <= now_s]:
                 self._has_said_none = False
-                return min(free, key=lambda r: len(r.flights))
+                return free[0]
             if now_s - began_s > SILENT_S and not self._has_said_none:
                 self._has_said_none = True  # once for each outage
                 log.warning(
@@ -199,16 +159,14 @@ class Sampler:
                     "the replicas, and `splice logs` what they say",
                     now_s - began_s,
                 )
-            until_s = min(
-                (r.avoid_until_s for r in self._replicas.values()), default=now_s + POLL_S
-            )
+            until_s = min((r.avoid_until_s for r in ready), default=now_s + POLL_S)
             with meter.during("no_replica"):
                 await asyncio.sleep(until_s - now_s)
 
     def distrust(self, node_id: str) -> None:
         """Ask other replicas than this one for a while."""
-        if node_id in self._replicas:
-            self._replicas[node_id].failed()
+        if node_id in self.replicas.by_id:
+            self.replicas.by_id[node_id].failed()
 
     # ------------------------------------------------------------ one answer
 
@@ -239,25 +197,16 @@ class Sampler:
             path, body = GENERATE, await self._generate(body, meter)
         body = {"model": self._name, **body}
         content = _content(body)
-        replica = await self._choose(meter)
-        flight = asyncio.create_task(self._stream(replica, path, body, content))
-        replica.flights.add(flight)
+        replica = await self.choose(meter)
         try:
-            with meter.during("sampling"):
-                return await flight
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if replica.is_gone and task is not None and not task.cancelling():
-                raise RolloutLost(f"{replica.node_id} is gone") from None
-            raise
+            with meter.during("sampling"), self.replicas.counted(replica):
+                return await _unless_stopped(replica, self._stream(replica, path, body, content))
         except httpx.TransportError as error:
             replica.failed()
             raise RolloutLost(f"{replica.node_id}: {error or type(error).__name__}") from error
         except RolloutLost:
             replica.failed()
             raise
-        finally:
-            replica.flights.discard(flight)
 
     async def encode(
         self, row: Row, *, add_special_tokens: bool = True, meter: Meter | None = None
@@ -276,7 +225,7 @@ class Sampler:
                 **{name: row[name] for name in _ENCODED if name in row},
             }
         )
-        replica = await self._choose(meter)
+        replica = await self.choose(meter)
         url = f"{replica.url}/tokenize"
         try:
             with meter.during("sampling"):
@@ -315,7 +264,7 @@ class Sampler:
         }
 
     async def _stream(
-        self, replica: _Replica, path: str, body: Mapping[str, Any], content: bytes
+        self, replica: Replica, path: str, body: Mapping[str, Any], content: bytes
     ) -> Answer:
         # vLLM sends nothing while a request waits in its queue; the caller's deadline bounds it.
         timeout = httpx.Timeout(None, connect=CONNECT_S)
@@ -340,6 +289,25 @@ class Sampler:
                     settings = body.get("sampling_params", body)
                     return made.answer(temperature=settings["temperature"])
         raise RolloutLost(f"{replica.node_id} ended the stream early")
+
+
+async def _unless_stopped(replica: Replica, request: Coroutine[Any, Any, Answer]) -> Answer:
+    """Return the answer, unless its replica stops first.
+
+    Raises:
+        RolloutLost: it stopped.
+    """
+    flight = asyncio.create_task(request)
+    stopped = asyncio.create_task(replica.stopped.wait())
+    try:
+        await asyncio.wait((flight, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if not flight.done():
+            raise RolloutLost(f"{replica.node_id} is gone")
+        return await flight
+    finally:
+        stopped.cancel()
+        if flight.cancel():
+            await asyncio.wait((flight,))
 
 
 def _refusal(node_id: str, status: int, text: str) -> RolloutLost | RequestRefused:

@@ -46,7 +46,7 @@ class LoopFacts:
 
 
 class Sink(Protocol):
-    """One tool. Its methods may raise anything and take long; they run on a thread of their own."""
+    """One tool. Its methods may raise anything and take long; they run on a separate thread."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step."""
@@ -89,7 +89,7 @@ class Wandb:
             name=facts.run_name,
             id=facts.loop,
             resume="allow",
-            reinit="create_new",  # beside a run of the user's own
+            reinit="create_new",  # next to the user's own run
             dir=str(facts.folder),
             config=dict(facts.config),
         )

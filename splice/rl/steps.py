@@ -12,6 +12,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from orchestrator.protocol.messages import LossSpec, TrainMergedResult
+from orchestrator.storage.files import replace_file
 from splice.rl import decisions
 from splice.rl.balance import SIDES, Balance
 from splice.rl.config import INEXACT, LoopConfig
@@ -74,12 +75,10 @@ class Said:
         shares = {name: getattr(balance, name) for name in SIDES}
         ages = {name: step.metrics[name] for name in ("staleness_mean", "staleness_max")}
         found = {"step": step.number, "version": step.version, "at": time.time(), "text": text}
-        part = self._path.with_name(f"{self._path.name}.part")
         try:
-            part.write_text(json.dumps(found | shares | ages))
-            part.replace(self._path)
+            replace_file(self._path, json.dumps(found | shares | ages))
         except OSError as error:  # the step is trained and in the log
-            log.warning("cannot write %s: %s", part, error)
+            log.warning("cannot write %s: %s", self._path, error)
 
     def warnings(self, step: Step, newest: int) -> None:
         """Warn of what the result names, and once of others and of rewards without signal.

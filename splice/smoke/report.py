@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from orchestrator.storage.files import replace_file
+
 PHASES = ("rollout", "train", "export", "merge", "wire", "apply", "verify", "pause", "total")
 
 
@@ -46,9 +48,7 @@ class SmokeReport:
     def write(self, path: Path) -> None:
         """Write the file atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(path.suffix + ".part")
-        part.write_text(json.dumps(self.to_json(), indent=1) + "\n")
-        part.replace(path)
+        replace_file(path, json.dumps(self.to_json(), indent=1) + "\n")
 
 
 def print_table(report: SmokeReport, console: Console) -> None:

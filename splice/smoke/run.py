@@ -18,14 +18,14 @@ from rich.markup import escape
 
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.protocol.messages import (
-    InitialSyncJob,
+    InitialSync,
     JobOf,
     JobResult,
     LossSpec,
     OptimParams,
     PublishResult,
-    TrainLoraJob,
-    TrainMergedJob,
+    TrainLora,
+    TrainMerged,
     TrainMergedResult,
 )
 from splice.client import run_watched
@@ -132,7 +132,7 @@ class _Smoke:
 
     def _publish_first(self) -> None:
         name = self._run.name
-        result = self._job(InitialSyncJob(), f"{name}@0")
+        result = self._job(InitialSync(), f"{name}@0")
         self._http(self._prepare_probes)
         self._after_version(result, reward=None, rollout_s=0.0)
 
@@ -157,7 +157,7 @@ class _Smoke:
 
     def _train_and_publish(self, step: int) -> None:
         batch, rollout_s = self._rollouts(step)
-        job = TrainMergedJob(
+        job = TrainMerged(
             loss=LossSpec(name="grpo", allowed_token_ids=tuple(sorted(self._rewards))),
             optim=OptimParams(lr=self._config.lr),
             tensors=batch.specs,
@@ -243,7 +243,7 @@ class _Smoke:
     def _train_lora(self) -> None:
         batch, rollout_s = self._rollouts(self._config.steps + 1)
         output_dir = self._run.run_dir.absolute() / "lora_job"
-        job = TrainLoraJob(
+        job = TrainLora(
             loss=LossSpec(name="grpo", allowed_token_ids=tuple(sorted(self._rewards))),
             optim=OptimParams(lr=self._config.lr),
             tensors=batch.specs,

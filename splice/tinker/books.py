@@ -115,6 +115,12 @@ class Books:
             row["facts"] = json.loads(row["facts"])
         return row
 
+    def _known(self, table: str, key: str, value: str, hint: str) -> dict[str, Any]:
+        row = self._one(f"SELECT * FROM {table} WHERE {key} = ?", value)
+        if row is None:
+            raise unknown(f"no {table.removesuffix('s')} {value!r}; {hint}")
+        return row
+
     def _all(self, statement: str, *values: Any) -> list[dict[str, Any]]:
         rows = [dict(row) for row in self._run(statement, *values)]
         return [{**row, "facts": json.loads(row["facts"])} for row in rows]
@@ -188,10 +194,7 @@ class Books:
         Raises:
             Refused: there is none.
         """
-        row = self._one("SELECT * FROM sessions WHERE session_id = ?", session_id)
-        if row is None:
-            raise unknown(f"no session {session_id!r}; create_session makes one")
-        return row
+        return self._known("sessions", "session_id", session_id, "create_session makes one")
 
     def live_session(self, session_id: str) -> dict[str, Any]:
         """Return a session that has not finished.
@@ -267,10 +270,7 @@ class Books:
         Raises:
             Refused: there is none.
         """
-        row = self.find_model(model_id)
-        if row is None:
-            raise unknown(f"no model {model_id!r}; create_model makes one")
-        return row
+        return self._known("models", "model_id", model_id, "create_model makes one")
 
     def open_model(self) -> dict[str, Any] | None:
         """Return the one model that may train, or None."""
@@ -328,10 +328,8 @@ class Books:
         Raises:
             Refused: there is none.
         """
-        row = self._one("SELECT * FROM samplers WHERE sampler_id = ?", sampler_id)
-        if row is None:
-            raise unknown(f"no sampler {sampler_id!r}; create_sampling_session makes one")
-        return row
+        hint = "create_sampling_session makes one"
+        return self._known("samplers", "sampler_id", sampler_id, hint)
 
     def samplers_of(self, session_id: str) -> list[str]:
         """Return the ids of a session's samplers."""
@@ -373,10 +371,7 @@ class Books:
         Raises:
             Refused: there is none.
         """
-        row = self.find_checkpoint(path)
-        if row is None:
-            raise unknown(f"no checkpoint {path!r}; GET /api/v1/checkpoints lists them")
-        return row
+        return self._known("checkpoints", "path", path, "GET /api/v1/checkpoints lists them")
 
     def checkpoints(self, model_id: str | None = None) -> list[dict[str, Any]]:
         """Return all checkpoints, or a model's, newest first."""

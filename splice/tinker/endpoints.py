@@ -12,9 +12,10 @@ from tinker import types
 
 from splice.tinker import adapters, losses
 from splice.tinker.books import json_result
+from splice.tinker.checks import check_name, check_ttl
 from splice.tinker.refused import Refused, malformed, unsupported
 from splice.tinker.service import Service, checkpoint_of, new_session_id
-from splice.tinker.training import check_name, check_ttl, optim_params
+from splice.tinker.training import optim_params
 from splice.tinker.wire import decompressed, parsed_pass, read_pass
 
 log = logging.getLogger("splice.tinker")
@@ -46,7 +47,7 @@ def parsed(model: type[Model], body: bytes) -> Model:
         raise malformed(f"{where}: {first['msg']}") from error
 
 
-# ---------------------------------------------------------------- what Tinker has besides
+# ---------------------------------------------------------------- what only Tinker has
 
 REFUSED: dict[tuple[str, str], str] = {
     ("POST", "/retrieve_futures"): "one poll for all samples; `client/config` turns it off",
@@ -188,7 +189,7 @@ async def create_model(request: Request, here: Here) -> Json:
     body = await request.body()
     asked = parsed(types.CreateModelRequest, body)
     here.check_base_model(asked.base_model)
-    found = here.training.check_model(asked.lora_config, asked.optimizer_config.type)
+    found = here.checks.check_model(asked.lora_config, asked.optimizer_config.type)
     for text in found["warnings"]:
         log.warning("%s", text)
     facts = {
@@ -261,7 +262,7 @@ async def save_weights(request: Request, here: Here) -> Json:
     if known := here.repeated("save_weights", asked.model_id, asked.seq_id, body):
         return _future(known)
     with here.numbered(asked.model_id, asked.seq_id):
-        here.training.check_save(asked.model_id, asked)
+        here.checks.check_save(asked.model_id, asked)
         return _future(here.accept("save_weights", asked.model_id, asked.seq_id, body))
 
 
@@ -272,7 +273,7 @@ async def load_weights(request: Request, here: Here) -> Json:
     asked = parsed(types.LoadWeightsRequest, body)
     model_id, seq_id, first = asked.model_id, asked.seq_id, 1
     with here.numbered(model_id, seq_id):
-        here.training.check_load(asked.path, model_id)
+        here.checks.check_load(asked.path, model_id)
     if asked.session_id is not None and asked.model_seq_id is not None:
         source = here.model_of(asked.path)["facts"]["base_model"]
         base_model = asked.base_model or source

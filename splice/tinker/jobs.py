@@ -1,4 +1,4 @@
-"""The jobs behind Tinker's requests: the only place that knows how splice does each."""
+"""The jobs of Tinker's requests: the only place that knows how splice does each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger("splice.tinker")
 
 
 class Jobs:
-    """The jobs behind a request. Each function is one capability of splice."""
+    """The jobs of a request. Each function is one capability of splice."""
 
     def __init__(self, client: SpliceClient, timeout_s: float) -> None:
         self._client, self._timeout_s = client, timeout_s

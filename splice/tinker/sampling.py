@@ -3,7 +3,7 @@
 A snapshot is `name@N`: vLLM refuses the name once another version is served, so an old snapshot is
 never served wrong. With `old_snapshots` it is served again, as a later version, and every sample
 waits for its turn (`snapshots`). An inflight sampler is the alias; a stream then names the version
-of every token. Futures of samples are in memory alone.
+of every token. Futures of samples are only in memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import itertools
 import logging
 import math
 import time
@@ -37,7 +36,7 @@ from splice.tinker.wire import Sampled, Samples, TopK, sample_output
 
 log = logging.getLogger("splice.tinker")
 KEPT, KEPT_BYTES = 4096, 256 * 2**20
-"""Newest samples whose results stay, besides those that run, and their bytes."""
+"""Newest samples whose results stay, in addition to those that run, and their bytes."""
 SCORES_AT_ONCE = 2
 """Scores of the base model that wait for the trainer on a thread each."""
 RETRY_S = 0.5
@@ -76,8 +75,6 @@ class Sampling:
         self._kept_bytes = 0
         self._scores = asyncio.Semaphore(SCORES_AT_ONCE)
         self._name = client.status().name
-        self._urls: list[str] = []
-        self._next = itertools.count()
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(config.sample_timeout_s, connect=10.0),
             limits=httpx.Limits(max_connections=None, keepalive_expiry=2.0),
@@ -109,7 +106,8 @@ class Sampling:
         """
         if not self._context_length:
             try:
-                reply = await self._http.get(f"{await self._url()}/v1/models")
+                replica = await self._streams.choose()
+                reply = await self._http.get(f"{replica.url}/v1/models")
                 served = reply.raise_for_status().json()["data"]
             except httpx.HTTPError as error:
                 raise Refused(BUSY, f"no replica is ready yet: {error}") from error
@@ -356,18 +354,19 @@ class Sampling:
         """
         deadline_s = time.monotonic() + self._config.sample_timeout_s
         while True:
-            url = await self._url()
+            replica = await self._streams.choose()
             try:
-                answer = await self._http.post(f"{url}/v1/completions", json=body)
+                with self._streams.replicas.counted(replica):
+                    answer = await self._http.post(f"{replica.url}/v1/completions", json=body)
                 why = f"{answer.status_code}: {answer.text[:1000]}"
                 if answer.status_code == 200:
                     reply = answer.json()
                     if all(c["finish_reason"] != "abort" for c in reply["choices"]):
+                        replica.failures = 0
                         return reply
                     why = "vLLM gave the request up"
             except httpx.TransportError as error:
                 answer, why = None, str(error) or type(error).__name__
-            self._urls = []
             if answer is not None and answer.status_code in (404, 409):
                 raise NotServed(
                     f"this sampler is {body['model']}, which is not served any more: one version "
@@ -380,19 +379,7 @@ class Sampling:
             if time.monotonic() > deadline_s:
                 raise unsupported(f"no replica answers: {why}")
             log.info("a sample is asked for again: %s", why)
-            await asyncio.sleep(RETRY_S)
-
-    async def _url(self) -> str:
-        """Return a ready replica's URL, each in turn."""
-        while not self._urls:
-            self._urls = [
-                str(node.detail["base_url"])
-                for node in (await self._status()).nodes
-                if node.role == "inference" and node.state == "ready" and "base_url" in node.detail
-            ]
-            if not self._urls:
-                await asyncio.sleep(RETRY_S)
-        return self._urls[next(self._next) % len(self._urls)]
+            replica.failed()
 
 
 # ---------------------------------------------------------------- requests
@@ -456,7 +443,7 @@ def sampling_fields(asked: types.SampleRequest, *, room: int) -> dict[str, Any]:
     """Return the sampling settings as vLLM names them. `stop: []` means no end but the length.
 
     Args:
-        room: tokens that fit behind the prompt.
+        room: tokens that fit after the prompt.
     """
     params = asked.sampling_params
     fields: dict[str, Any] = {

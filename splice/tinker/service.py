@@ -21,6 +21,7 @@ from orchestrator.protocol.config import LoraConfig, TrainerConfig
 from splice.client import SpliceClient
 from splice.tinker import adapters
 from splice.tinker.books import Books, Request
+from splice.tinker.checks import Checks
 from splice.tinker.config import TinkerConfig
 from splice.tinker.jobs import BaseModel
 from splice.tinker.refused import BUSY, Refused, malformed, unknown, unsupported
@@ -41,6 +42,7 @@ class Service:
     config: TinkerConfig
     trainer: TrainerConfig
     books: Books
+    checks: Checks
     training: Training
     turns: Turns
     sampling: Sampling
@@ -157,7 +159,7 @@ class Service:
         """Count a request that is refused within: later ones do not wait for it.
 
         Args:
-            is_part: it may be a part of a batch, so the step behind it is refused too.
+            is_part: it may be a part of a batch, so the step after it is refused too.
         """
         try:
             yield
@@ -318,12 +320,7 @@ async def _running(config: TinkerConfig, trainer: TrainerConfig) -> AsyncIterato
     await asyncio.to_thread(client.__enter__)
     try:
         lora = trainer.lora if trainer.finetuning_type == "lora" else None
-        training = Training(
-            client,
-            books,
-            lora=lora,
-            config=config,
-        )
+        training = Training(client, books, lora=lora, config=config)
         status = await asyncio.to_thread(client.status)
         await asyncio.to_thread(training.prepare)
         turns = Turns(books, config, training.work)
@@ -340,6 +337,7 @@ async def _running(config: TinkerConfig, trainer: TrainerConfig) -> AsyncIterato
                     config=config,
                     trainer=trainer,
                     books=books,
+                    checks=Checks(books, lora),
                     training=training,
                     turns=turns,
                     sampling=sampling,

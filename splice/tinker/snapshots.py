@@ -32,7 +32,7 @@ class Snapshots:
         self._loop = asyncio.get_running_loop()
         self._users = 0
         self._is_publishing = False
-        """Whether the one user is a publication, beside which no sample may start."""
+        """Whether the one user is a publication, during which no sample may start."""
         self._waiting: OrderedDict[int, list[asyncio.Future[None]]] = OrderedDict()
         self._change: asyncio.Task[None] | None = None
         """Whoever waited longest gets its turn."""

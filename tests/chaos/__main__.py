@@ -30,7 +30,7 @@ def one_run(settings: Settings, folder: Path) -> list[str]:
     """What the checker says of it."""
     with Run(settings, folder) as run:
         dice, began = random.Random(f"{settings.seed} first"), time.monotonic()
-        while run.do("first", "InitialSyncJob", dice) is None:
+        while run.do("first", "InitialSync", dice) is None:
             if time.monotonic() - began > FIRST_JOB_S:
                 raise TimeoutError(f"no @0 within {FIRST_JOB_S} s; see {folder}")
         until_s = time.monotonic() + 60 * settings.minutes

@@ -29,7 +29,7 @@ State = tuple[str, ...]
 """(state, pending batches...) of the trainer."""
 BASE: State = ("0" * 16,)
 EFFECTS = ("TrainMerged", "TrainLora", "ForwardBackward", "OptimStep")
-MADE_BY = ("InitialSyncJob", "TrainMergedJob", "PublishJob")
+MADE_BY = ("InitialSync", "TrainMerged", "Publish")
 GROWTH_BYTES, GROWTH_DESCRIPTORS, GROWTH_THREADS = 48 * 2**20, 12, 4
 WARM_JOBS = 20
 """Jobs after which an orchestrator has everything that it needs."""
@@ -139,15 +139,15 @@ def nothing_lost(events: Sequence[Event]) -> Iterable[str]:
 
 
 _OWN_REQUEST = {
-    "TrainMergedJob": ("TrainMerged",),
+    "TrainMerged": ("TrainMerged",),
     "TrainLora": ("TrainLora",),
     "ForwardBackward": ("ForwardBackward",),
     "OptimStep": ("OptimStep",),
-    "PublishJob": ("SaveCheckpoint",),
-    "SaveCheckpointJob": ("SaveCheckpoint",),
+    "Publish": ("SaveCheckpoint",),
+    "SaveCheckpoint": ("SaveCheckpoint",),
     "LoadCheckpoint": ("LoadCheckpoint",),
     "Forward": ("Forward",),
-    "InitialSyncJob": ("SaveCheckpoint",),
+    "InitialSync": ("SaveCheckpoint",),
 }
 """Kind of job -> the request that is its work."""
 

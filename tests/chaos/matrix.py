@@ -64,7 +64,7 @@ class Matrix:
         """(rows of the table, what the checker says)."""
         with Run(self.settings, self.folder) as run:
             self.run, self.nemesis = run, Nemesis(run)
-            run.do("matrix", "InitialSyncJob", self.dice)
+            run.do("matrix", "InitialSync", self.dice)
             rows = [self.row(*fault) for fault in FAULTS]
             run.note_healed()
             run.history.note("final", healthy_s=run.wait_healthy())
@@ -89,7 +89,7 @@ class Matrix:
             else ("orchestrator", f"state {phase}")
         )
         job = threading.Thread(
-            target=lambda: ended.append(self.run.do("matrix", "TrainMergedJob", self.dice))
+            target=lambda: ended.append(self.run.do("matrix", "TrainMerged", self.dice))
         )
         self._healthy(time.monotonic(), None)  # everybody is back from the fault before
         self.run.processes[at[0]].tell("disarm")
@@ -124,7 +124,7 @@ class Matrix:
         while time.monotonic() < until:
             self.nemesis.heal_due()
             if want is None:  # a job that failed: the next one shows that the run goes on
-                done = self.run.do("matrix", "TrainMergedJob", self.dice)
+                done = self.run.do("matrix", "TrainMerged", self.dice)
                 want = None if done is None else done.version
             elif all(version == want for version in self.run.served().values()):
                 return time.monotonic() - began

@@ -38,7 +38,7 @@ from orchestrator.protocol.node_link import NodeLink
 from tests.chaos.clocks import stepped_clocks
 from tests.chaos.history import History
 from tests.chaos.traps import Traps
-from tests.orchestrator.fake_nodes import whole_layout
+from tests.orchestrator.fake_nodes import asked, whole_layout
 
 TENSORS = 6
 CHANGED = (0, 2, 4)
@@ -191,7 +191,7 @@ class Node:
             self.link.close()
 
     def answer(self, envelope: Envelope) -> None:
-        message: Any = envelope.message
+        message = asked(envelope.message)
         self.traps.reach(f"{message.kind} before")
         time.sleep(self.dice.uniform(0.0, self.given.work_s))
         try:
@@ -276,7 +276,7 @@ class Trainer(Node):
 
     def answer(self, envelope: Envelope) -> None:
         """Note what the trainer held before the request."""
-        self.answering = (envelope.message, [self.state, *self.pending])
+        self.answering = (asked(envelope.message), [self.state, *self.pending])
         super().answer(envelope)
 
     def on_end(self, message: Any) -> None:

@@ -30,10 +30,10 @@ import psutil
 from orchestrator.errors import JobFailed, NodeLost
 from orchestrator.processes.child import descendants
 from orchestrator.protocol.messages import (
-    InitialSyncJob,
+    InitialSync,
     LossSpec,
     OptimParams,
-    TrainMergedJob,
+    TrainMerged,
     batch_specs,
     new_id,
 )
@@ -165,7 +165,7 @@ def run_real(seed: str, minutes: float, folder: Path) -> list[str]:
     )
     problems: list[str] = []
     with Cluster(run, orchestrator_restarts=1000) as cluster:
-        cluster.client.run(InitialSyncJob(), timeout_s=JOB_S)
+        cluster.client.run(InitialSync(), timeout_s=JOB_S)
         url = cluster.base_urls[0]
         asking = Asking(lambda: url, notes)
         asking.start()
@@ -226,7 +226,7 @@ def _rage(cluster: Cluster, dice: random.Random, notes: History, *, until_s: flo
 
 def _job(cluster: Cluster, dice: random.Random, *, loss: str) -> tuple[int | None, list[str]]:
     specs, buffers = batch(dice)
-    job = TrainMergedJob(loss=LossSpec(name=loss), optim=OptimParams(lr=5e-3), tensors=specs)
+    job = TrainMerged(loss=LossSpec(name=loss), optim=OptimParams(lr=5e-3), tensors=specs)
     job_id, until = new_id("job"), time.monotonic() + JOB_S
     while time.monotonic() < until:
         try:

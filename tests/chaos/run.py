@@ -25,24 +25,24 @@ from typing import Any
 import psutil
 
 from orchestrator.errors import JobFailed, NodeLost
-from orchestrator.journal import Journal
 from orchestrator.protocol import frames
 from orchestrator.protocol.messages import (
-    ForwardBackwardJob,
-    ForwardJob,
-    InitialSyncJob,
+    Forward,
+    ForwardBackward,
+    InitialSync,
     JobSpec,
-    LoadCheckpointJob,
-    OptimStepJob,
-    PublishJob,
-    ResyncJob,
-    SaveCheckpointJob,
-    TrainLoraJob,
-    TrainMergedJob,
+    LoadCheckpoint,
+    OptimStep,
+    Publish,
+    Resync,
+    SaveCheckpoint,
+    TrainLora,
+    TrainMerged,
     batch_specs,
     forward_specs,
     new_id,
 )
+from orchestrator.storage.journal import Journal
 from splice.client import SpliceClient
 from tests.chaos.history import History
 from tests.chaos.links import Links
@@ -67,13 +67,13 @@ HEALTHY_WITHIN_S = 240.0
 DISK_BYTES = 24 * 2**20
 FIRST_JOB_S = 60.0
 KINDS = {
-    "TrainMergedJob": 30,
-    "PublishJob": 8,
-    "ResyncJob": 4,
+    "TrainMerged": 30,
+    "Publish": 8,
+    "Resync": 4,
     "Forward": 8,
     "ForwardBackward": 14,
     "OptimStep": 10,
-    "SaveCheckpointJob": 6,
+    "SaveCheckpoint": 6,
     "LoadCheckpoint": 4,
     "TrainLora": 6,
 }
@@ -330,21 +330,21 @@ class Run:
         harm = dice.choices((0, POISON, LONG), weights=(96, 2, 2))[0]
         buffers = [struct.pack("<ii", number, harm), *(bytes(s.nbytes) for s in BATCH[1:])]
         folder = str(self.folder / "saved" / str(dice.randrange(4)))
-        of_batch = {"TrainMergedJob": TrainMergedJob, "ForwardBackward": ForwardBackwardJob}
+        of_batch = {"TrainMerged": TrainMerged, "ForwardBackward": ForwardBackward}
         if kind in of_batch:
             return of_batch[kind](tensors=BATCH), buffers, {"batch": f"b{number}"}
         if kind == "TrainLora":
-            return TrainLoraJob(tensors=BATCH, output_dir=folder), buffers, {"batch": f"b{number}"}
+            return TrainLora(tensors=BATCH, output_dir=folder), buffers, {"batch": f"b{number}"}
         if kind == "Forward":
-            return ForwardJob(tensors=FORWARD), buffers[:2], {}
-        if kind in ("SaveCheckpointJob", "LoadCheckpoint"):
-            spec = SaveCheckpointJob if kind == "SaveCheckpointJob" else LoadCheckpointJob
+            return Forward(tensors=FORWARD), buffers[:2], {}
+        if kind in ("SaveCheckpoint", "LoadCheckpoint"):
+            spec = SaveCheckpoint if kind == "SaveCheckpoint" else LoadCheckpoint
             return spec(checkpoint_dir=folder), [], {"folder": folder}
         plain = {
-            "InitialSyncJob": InitialSyncJob,
-            "PublishJob": PublishJob,
-            "ResyncJob": ResyncJob,
-            "OptimStep": OptimStepJob,
+            "InitialSync": InitialSync,
+            "Publish": Publish,
+            "Resync": Resync,
+            "OptimStep": OptimStep,
         }
         return plain[kind](), [], {}
 
@@ -426,7 +426,7 @@ class Run:
         until = began + (HEALTHY_WITHIN_S / self.settings.pace if within_s is None else within_s)
         dice, want = random.Random(0), None
         while time.monotonic() < until:
-            done = self.do("last", "TrainMergedJob", dice)
+            done = self.do("last", "TrainMerged", dice)
             if done is not None:
                 want = done.version
                 break

@@ -10,13 +10,13 @@ import os
 import sqlite3
 from typing import Any
 
-import orchestrator.liveness
-import orchestrator.open_requests
+import orchestrator.control.liveness
+import orchestrator.control.open_requests
+import orchestrator.control.router
 import orchestrator.resync
-import orchestrator.router
 from orchestrator import between_jobs
-from orchestrator.journal import Journal
 from orchestrator.protocol import node_link
+from orchestrator.storage.journal import Journal
 from splice import cli
 from tests.chaos.clocks import stepped_clocks
 from tests.chaos.traps import Traps
@@ -50,8 +50,8 @@ def record_publication(self: Journal, *, state: str, **facts: Any) -> None:
 
 def quicken(pace: float) -> None:
     """What no setting shortens."""
-    orchestrator.router.LOST_AFTER_S /= pace  # type: ignore[misc]
-    orchestrator.open_requests.STALL_AFTER_S /= pace  # type: ignore[misc]
+    orchestrator.control.router.LOST_AFTER_S /= pace  # type: ignore[misc]
+    orchestrator.control.open_requests.STALL_AFTER_S /= pace  # type: ignore[misc]
     orchestrator.resync.RESYNC_LONGEST_S = 20.0 / pace  # type: ignore[misc]
     node_link.REDIAL_AFTER_S /= pace
     between_jobs.LAUNCHERS_BACK_S /= pace

@@ -70,11 +70,11 @@ class Story:
 def good() -> Story:
     """@0, a batch, a step with it, @1."""
     story = Story().made(0, "c0", BASE)
-    story.job("InitialSyncJob", runs=[([BASE], [BASE])], version=0).note(
+    story.job("InitialSync", runs=[([BASE], [BASE])], version=0).note(
         "committed", version=0
     ).serves(0, "c0")
     story.job(runs=[([BASE], [BASE, "b1"])], batch="b1")
-    story.job("TrainMergedJob", runs=[([BASE, "b1"], ["x"])], batch="b2", version=1)
+    story.job("TrainMerged", runs=[([BASE, "b1"], ["x"])], batch="b2", version=1)
     return (
         story.made(1, "c1", "x")
         .note("committed", version=1)
@@ -118,7 +118,7 @@ BAD = {
         outcome="cancelled", runs=[(["x"], ["x", "b3"])]
     ),
     "runs once: job-4 put a batch": good()
-    .job("TrainMergedJob", runs=[(["x"], ["y"])], batch="b1", version=2)
+    .job("TrainMerged", runs=[(["x"], ["y"])], batch="b1", version=2)
     .made(2, "c2", "y"),
     "nothing lost: job-4": good().job(runs=[([BASE], [BASE, "b3"])], batch="b3"),
     "nothing lost: job-5": good()
@@ -130,11 +130,11 @@ BAD = {
     .made(2, "c2")
     .serves(2, "c7"),
     "committed: inference-0 serves @2": good().made(2, "c2").serves(2, "c2"),
-    "by one: job-4 made @1 after @1": good().job("PublishJob", runs=[(["x"], ["x"])], version=1),
+    "by one: job-4 made @1 after @1": good().job("Publish", runs=[(["x"], ["x"])], version=1),
     "by one: job-4 made @3 after @1": good()
     .made(2, "c")
     .made(3, "c")
-    .job("PublishJob", runs=[(["x"], ["x"])], version=3),
+    .job("Publish", runs=[(["x"], ["x"])], version=3),
     "by one: versions were made with gaps: [2]": good().made(3, "c3"),
     "in time: job-9 (Forward) has no outcome": good().note("submit", job="job-9", kind="Forward"),
     "in time: job-9 (Forward) took 70 s": good()
@@ -183,9 +183,9 @@ def test_every_invariant_has_a_history_that_violates_it():
         # A version that failed is not made again.
         good()
         .made(2, "c2", "y")
-        .job("TrainMergedJob", "failed", runs=[(["x"], ["y"])], batch="b3")
+        .job("TrainMerged", "failed", runs=[(["x"], ["y"])], batch="b3")
         .made(3, "c3", "z")
-        .job("TrainMergedJob", runs=[(["y"], ["z"])], batch="b4", version=3),
+        .job("TrainMerged", runs=[(["y"], ["z"])], batch="b4", version=3),
     ],
     ids=[
         "grows not",

@@ -17,10 +17,10 @@ import pytest
 
 from benchmarks.clusters import gpus
 from orchestrator.protocol.messages import (
-    InitialSyncJob,
+    InitialSync,
     LossSpec,
     OptimParams,
-    TrainMergedJob,
+    TrainMerged,
     batch_specs,
 )
 from splice.cluster import Cluster
@@ -102,7 +102,7 @@ def follow(model: Path, folder: Path, *, mode: str, device: str, steps: int = 3)
     """
     batch = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + LENGTH)
     with Cluster(config(model, folder, mode=mode, device=device)) as cluster:
-        cluster.client.run(InitialSyncJob())
+        cluster.client.run(InitialSync())
         url = cluster.base_urls[0]
         for version in range(1, steps + 1):
             tokens, logprobs = decoded(url)
@@ -110,7 +110,7 @@ def follow(model: Path, folder: Path, *, mode: str, device: str, steps: int = 3)
             assert apart(logprobs, before) < ROUNDING, (
                 f"decoding computes something else than prefill before @{version}"
             )
-            job = TrainMergedJob(
+            job = TrainMerged(
                 tensors=batch, loss=LossSpec(name="cross_entropy"), optim=OptimParams(lr=2e-2)
             )
             result = cluster.client.run(job, buffers=as_batch(tokens))

@@ -15,10 +15,10 @@ import transformers
 
 from orchestrator.protocol.config import FinetuningType
 from orchestrator.protocol.messages import (
-    InitialSyncJob,
+    InitialSync,
     LossSpec,
     OptimParams,
-    TrainMergedJob,
+    TrainMerged,
     batch_specs,
 )
 from splice.cluster import Cluster
@@ -98,13 +98,13 @@ def test_two_publications(family: str, kind: FinetuningType, tmp_path: Path) -> 
     before: served.Logprobs | None = None
     with Cluster(run) as cluster:
         for version in range(3):
-            job = TrainMergedJob(
+            job = TrainMerged(
                 loss=LossSpec(name="cross_entropy"), optim=OptimParams(lr=5e-3), tensors=specs
             )
             result = (
                 cluster.client.run(job, buffers=as_batch(ANSWER))
                 if version
-                else cluster.client.run(InitialSyncJob())
+                else cluster.client.run(InitialSync())
             )
             assert result.unverified == {}
             assert result.num_verified == result.num_tensors

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from orchestrator.protocol.messages import (
-    InitialSyncJob,
+    InitialSync,
     LossSpec,
     OptimParams,
-    ResyncJob,
-    TrainMergedJob,
+    Resync,
+    TrainMerged,
     batch_specs,
 )
 from splice.cluster import Cluster
@@ -54,7 +54,7 @@ def config(
 
 def train(cluster: Cluster) -> dict[str, Any]:
     answer = [3, 4, 5, 6]
-    job = TrainMergedJob(
+    job = TrainMerged(
         loss=LossSpec(name="cross_entropy"),
         optim=OptimParams(lr=1e-2),
         tensors=batch_specs(num_sequences=1, num_tokens=len(PROMPT) + len(answer)),
@@ -81,7 +81,7 @@ def follow(cluster: Cluster, mode: str) -> list[dict[str, Any]]:
 def test_versions_reach_an_fp8_server(models: Any, tmp_path: Path, mode: str, workers: int) -> None:
     plan = config(models["qwen3"], tmp_path, *FP8, mode=mode, workers=workers)
     with Cluster(plan) as cluster:
-        first = cluster.client.run(InitialSyncJob())
+        first = cluster.client.run(InitialSync())
         assert first.unverified == {} and first.canary is not None
         for result in follow(cluster, mode):
             assert result.sent == "changed" and result.num_tensors < first.num_tensors
@@ -94,7 +94,7 @@ def test_a_trainer_killed_in_the_middle_of_an_fp8_transfer(
     monkeypatch.setenv("SPLICE_TEST_KILL_MARKER", str(marker))
     plan = config(models["qwen3"], tmp_path, *FP8, finetuning_type="full")
     with Cluster(plan, trainer_module="tests.e2e.faulty_trainer") as cluster:
-        cluster.client.run(InitialSyncJob())
+        cluster.client.run(InitialSync())
         first, second = follow(cluster, "in_place")
         assert marker.exists(), "the failure was not injected"
         assert (first.attempts, second.attempts) == (2, 1)
@@ -106,8 +106,8 @@ def test_an_fp8_kv_cache_serves_every_version_anew(models: Any, tmp_path: Path) 
     """Log-probs right after a swap are those after a second one: no old entry is used."""
     vllm = ("--kv-cache-dtype", "fp8")
     with Cluster(config(models["qwen3"], tmp_path, *vllm)) as cluster:
-        cluster.client.run(InitialSyncJob())
+        cluster.client.run(InitialSync())
         follow(cluster, "in_place")
         before = scored(cluster.base_urls[0], "tiny@2")
-        assert cluster.client.run(ResyncJob()).unverified == {}
+        assert cluster.client.run(Resync()).unverified == {}
         assert scored(cluster.base_urls[0], "tiny@2") == before

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from splice import SpliceClient, TrainMergedJob, batch_specs
+from splice import SpliceClient, TrainMerged, batch_specs
 from tests.e2e.batches import PROMPT, as_batch
 from tests.e2e.commands import processes_of, splice
 from tests.e2e.conftest import INFERENCE_PYTHON, ROOT
@@ -109,7 +109,7 @@ def kill_and_wait(run_dir: Path, name: str, victim: psutil.Process | None = None
 def train(run_dir: Path, *, version: int) -> None:
     with SpliceClient.of_run(run_dir) as client:
         specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + 2)
-        job = TrainMergedJob(tensors=specs)
+        job = TrainMerged(tensors=specs)
         result = client.run(job, buffers=as_batch([3, 4]), timeout_s=BACK_S)
     assert result.alias == f"tiny@{version}"
 

@@ -14,10 +14,10 @@ import httpx
 import pytest
 
 from orchestrator.protocol.messages import (
-    InitialSyncJob,
+    InitialSync,
     LossSpec,
     OptimParams,
-    TrainMergedJob,
+    TrainMerged,
     batch_specs,
 )
 from splice.cluster import Cluster
@@ -54,7 +54,7 @@ def asked_all_the_time(url: str) -> Iterator[list[str]]:
 def train(cluster: Cluster) -> dict[str, Any]:
     answer = [3, 4, 5, 6]
     specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + len(answer))
-    job = TrainMergedJob(
+    job = TrainMerged(
         loss=LossSpec(name="cross_entropy"), optim=OptimParams(lr=5e-3), tensors=specs
     )
     return cluster.client.run(job, buffers=as_batch(answer), timeout_s=300.0)
@@ -74,7 +74,7 @@ def test_one_of_two_servers_is_killed(models, tmp_path):
         },
     )
     with Cluster(run) as cluster:
-        cluster.client.run(InitialSyncJob())
+        cluster.client.run(InitialSync())
         first = train(cluster)
         one, other = cluster.base_urls
         assert first.replicas == ["inference-0", "inference-1"] and first.left_out == {}

@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from splice import SpliceClient, TrainMergedJob, batch_specs
+from splice import SpliceClient, TrainMerged, batch_specs
 from tests.e2e.batches import PROMPT, as_batch
 from tests.e2e.commands import processes_of, splice
 from tests.e2e.conftest import INFERENCE_PYTHON
@@ -38,7 +38,7 @@ def test_a_pinned_version_is_found_and_a_lost_replica_gets_nothing(models, tmp_p
         assert set(ask(url, "tiny@0", 8)) == {"inference-0"}, "not one request failed"
         with SpliceClient.of_run(run_dir) as client:
             specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + 2)
-            result = client.run(TrainMergedJob(tensors=specs), buffers=as_batch([3, 4]))
+            result = client.run(TrainMerged(tensors=specs), buffers=as_batch([3, 4]))
         assert result.alias == "tiny@1" and result.replicas == ["inference-0"]
         assert set(ask(url, "tiny@1", 8)) == {"inference-0"}
         assert streamed(url, "tiny@1") == "tiny@1"

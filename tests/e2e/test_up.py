@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from orchestrator.errors import ConfigError, NodeLost
 from orchestrator.processes.python import python_command
-from splice import SpliceClient, TrainMergedJob, batch_specs, up
+from splice import SpliceClient, TrainMerged, batch_specs, up
 from tests.e2e.batches import PROMPT, as_batch
 from tests.e2e.commands import processes_of, splice
 from tests.e2e.conftest import INFERENCE_PYTHON
@@ -41,7 +41,7 @@ def test_init_up_a_step_status_and_stop(models, tmp_path):
 
         with SpliceClient.of_run(run_dir) as client:
             specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + 2)
-            job = TrainMergedJob(tensors=specs)
+            job = TrainMerged(tensors=specs)
             result = client.run(job, buffers=as_batch([3, 4]), timeout_s=120)
             assert result.alias == "tiny@1"
             saved = client.save_checkpoint("saved", timeout_s=60)
@@ -119,7 +119,7 @@ def test_every_role_comes_back_and_clients_find_the_run_again(models, tmp_path):
                     time.sleep(0.2)  # its vLLM ends with it
                 _ready(client)
             specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + 2)
-            job = TrainMergedJob(tensors=specs)
+            job = TrainMerged(tensors=specs)
             assert client.run(job, buffers=as_batch([3, 4]), timeout_s=120).alias == "tiny@1"
     finally:
         splice("stop", folder)
@@ -138,7 +138,7 @@ def test_a_run_comes_back_after_power_loss_by_the_command_of_its_unit(models, tm
         _wait_up(run_dir, unit)
         with SpliceClient.of_run(run_dir) as client:
             specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + 2)
-            job = TrainMergedJob(tensors=specs)
+            job = TrainMerged(tensors=specs)
             client.run(job, buffers=as_batch([3, 4]), timeout_s=120)
         for process in processes_of(folder):
             process.kill()
@@ -238,7 +238,7 @@ def test_a_run_starts_without_a_replica_that_gives_up(models, tmp_path):
         assert len(facts["replica_urls"]) == 1
         with SpliceClient.of_run(folder / "run") as client:
             specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + 2)
-            job = TrainMergedJob(tensors=specs)
+            job = TrainMerged(tensors=specs)
             result = client.run(job, buffers=as_batch([3, 4]), timeout_s=120)
         assert (result.alias, list(result.replicas)) == ("tiny@1", ["inference-0"])
         status = json.loads(splice("status", folder, "--json"))

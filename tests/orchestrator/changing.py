@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.protocol.messages import InitialSyncJob, Manifest
+from orchestrator.protocol.messages import InitialSync, Manifest
 from tests.orchestrator.fake_nodes import MANIFEST
 from tests.orchestrator.run import BUFFERS, JOB
 
@@ -17,7 +17,7 @@ def start(run, *, replicas=1):
     nodes = [run.replica(trainer, index) for index in range(replicas)]
     for node in nodes:
         node.part = PART
-    first = run.client.run(InitialSyncJob())
+    first = run.client.run(InitialSync())
     assert (first.sent, first.num_tensors, first.num_verified, first.bytes_sent) == (
         "full",
         3,

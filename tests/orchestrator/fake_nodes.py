@@ -12,6 +12,8 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from orchestrator.errors import NodeLost
 from orchestrator.protocol.messages import (
@@ -20,6 +22,7 @@ from orchestrator.protocol.messages import (
     Manifest,
     Ready,
     Rendezvous,
+    RunJob,
     TensorSpec,
     WireChunk,
     WireLayout,
@@ -48,6 +51,13 @@ def soon(what: Callable[[], bool], timeout_s: float = 40) -> bool:
     while not what() and time.monotonic() < deadline:
         time.sleep(0.01)
     return what()
+
+
+def asked(message: Any) -> Any:
+    """What a node is asked; the fields of a `RunJob` and of its job in one."""
+    if not isinstance(message, RunJob):
+        return message
+    return SimpleNamespace(**{**vars(message), **vars(message.job)})
 
 
 class FakeNode:
@@ -110,12 +120,13 @@ class FakeNode:
                 return
             if envelope is None:
                 continue
-            kind = envelope.message.kind
+            message = asked(envelope.message)
+            kind = message.kind
             self.log.append(kind)
             if kind == "Shutdown":
                 return
             handler = self.script.pop(kind, None) or getattr(self, f"on_{kind}", self._done)
-            handler(envelope.message)
+            handler(message)
 
     def _done(self, message: object, **result: object) -> None:
         self.link.complete(message.request_id, result=result)  # type: ignore[attr-defined]

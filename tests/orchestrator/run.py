@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from orchestrator.config import OrchestratorConfig
-from orchestrator.protocol.messages import TensorSpec, TrainMergedJob, batch_specs
+from orchestrator.protocol.messages import TensorSpec, TrainMerged, batch_specs
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.server import Orchestrator
 from splice.client import SpliceClient
@@ -17,7 +17,7 @@ from tests.orchestrator.fake_nodes import FakeReplica, FakeTrainer
 TOKEN = "t" * 32
 BATCH = batch_specs(num_sequences=1, num_tokens=2)
 BUFFERS = [bytes(s.nbytes) for s in BATCH]
-JOB = TrainMergedJob(tensors=BATCH)
+JOB = TrainMerged(tensors=BATCH)
 
 
 class Run:

@@ -10,7 +10,7 @@ import math
 import pytest
 
 from orchestrator.errors import JobFailed
-from orchestrator.protocol.messages import InitialSyncJob, Manifest, TensorSpec
+from orchestrator.protocol.messages import InitialSync, Manifest, TensorSpec
 from orchestrator.publication.verification import CANARY_TOKENS, canary_difference, canary_prompt
 from tests.orchestrator.run import BUFFERS, JOB, Run
 
@@ -26,7 +26,7 @@ def test_a_replica_that_computes_the_same_is_served_and_the_result_says_how_near
         trainer = run.trainer()
         replica = run.replica(trainer)
         replica.canary = [x + 0.0005 for x in OWN]
-        first = run.client.run(InitialSyncJob())
+        first = run.client.run(InitialSync())
         assert 0.0004 < first.canary["inference-0"] < 0.0006 and "canary" in first.seconds
         assert (
             replica.log[-3:] == ["ReceiveWeights", "CheckCanary", "CommitUpdate"]
@@ -44,7 +44,7 @@ def test_one_that_computes_something_else_is_poisoned_and_says_so(tmp_path):
             JobFailed,
             match=r"trainer's by 0\.25 nats.*0\.001 are allowed.*publication\.canary = false",
         ):
-            run.client.run(InitialSyncJob())
+            run.client.run(InitialSync())
         assert replica.served == [] and run.client.status().publication == "poisoned"
         assert replica.log.count("CheckCanary") == 2 and replica.aborted.is_set()
 
@@ -52,7 +52,7 @@ def test_one_that_computes_something_else_is_poisoned_and_says_so(tmp_path):
 def test_it_can_be_turned_off(tmp_path):
     with Run(tmp_path, canary=False) as run:
         replica = run.replica(run.trainer())
-        run.client.run(InitialSyncJob())
+        run.client.run(InitialSync())
         assert "CheckCanary" not in replica.log and replica.served == [(0, [10, 20, 30])]
 
 

@@ -9,10 +9,10 @@ from pydantic import ValidationError
 
 from orchestrator.protocol.messages import (
     ErrorCode,
-    InitialSyncJob,
+    InitialSync,
     Manifest,
-    PublishJob,
-    ResyncJob,
+    Publish,
+    Resync,
 )
 from orchestrator.publication.config import PublicationConfig
 from tests.orchestrator.changing import CHANGING, PART, start, train
@@ -29,11 +29,11 @@ def test_only_what_changes_is_sent_and_the_report_says_so(run):
         result.num_verified,
         result.bytes_sent,
     ) == ("changed", 2, 2, 64)
-    assert train(run).sent == "changed" and run.client.run(PublishJob()).sent == "changed"
+    assert train(run).sent == "changed" and run.client.run(Publish()).sent == "changed"
     assert replica.bases == [None, 0, 1, 2]
     assert replica.served[:2] == [(0, [10, 20, 30]), (1, [10, 21, 30])]  # w0 stayed what @0 brought
     assert trainer.part == PART and trainer.log.count("UseLayout") == 2
-    assert run.client.run(ResyncJob()).sent == "full"
+    assert run.client.run(Resync()).sent == "full"
     assert train(run).sent == "changed"
 
 
@@ -71,7 +71,7 @@ def test_replicas_with_other_layers_get_everything(tmp_path):
         trainer.manifest = CHANGING
         for index, part in enumerate([PART, (0, 1)]):
             run.replica(trainer, index).part = part
-        run.client.run(InitialSyncJob())
+        run.client.run(InitialSync())
         assert train(run).sent == "full"
 
 

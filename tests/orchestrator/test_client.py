@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from orchestrator.errors import ConfigError, JobFailed, ProtocolError
-from orchestrator.protocol.messages import InitialSyncJob, OptimStepJob, SaveCheckpointJob
+from orchestrator.protocol.messages import InitialSync, OptimStep, SaveCheckpoint
 from splice.client import AsyncSpliceClient, SpliceClient
 from tests.orchestrator.fake_nodes import soon
 from tests.orchestrator.run import BUFFERS, JOB, TOKEN, Run
@@ -20,7 +20,7 @@ def run(tmp_path):
     with Run(tmp_path) as r:
         r.t = r.trainer()
         r.r = r.replica(r.t)
-        r.client.run(InitialSyncJob())
+        r.client.run(InitialSync())
         yield r
 
 
@@ -54,9 +54,9 @@ def test_jobs_submitted_ahead_are_waited_for_in_any_order(run):
 
 def test_a_failed_job_does_not_disturb_its_neighbours(run):
     ids = [
-        run.client.submit(OptimStepJob()),
+        run.client.submit(OptimStep()),
         run.client.submit(JOB, buffers=BUFFERS),
-        run.client.submit(InitialSyncJob()),
+        run.client.submit(InitialSync()),
     ]
     with pytest.raises(JobFailed, match="InitialSync comes once"):
         run.client.wait(ids[2])
@@ -74,7 +74,7 @@ def test_what_cannot_be_sent_is_said_at_once_and_harms_nothing(run):
     ):
         with pytest.raises(ValidationError, match=where):
             run.client.save_checkpoint("/c", client_state=state)
-    assert SaveCheckpointJob(checkpoint_dir="/c", client_state={"at": (1, 2.5)}).client_state == {
+    assert SaveCheckpoint(checkpoint_dir="/c", client_state={"at": (1, 2.5)}).client_state == {
         "at": [1, 2.5]
     }
     assert run.client.run(JOB, buffers=BUFFERS).version == 1

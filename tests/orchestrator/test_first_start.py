@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from orchestrator import waiting
 from orchestrator.config import OrchestratorConfig
+from orchestrator.control import waiting
 from orchestrator.errors import ConfigError, JobFailed, NodeLost
 from orchestrator.processes import interfaces
 from orchestrator.protocol.config import TrainerConfig
 from orchestrator.protocol.config_errors import read_json
-from orchestrator.protocol.messages import Hello, InitialSyncJob
+from orchestrator.protocol.messages import Hello, InitialSync
 from orchestrator.protocol.node_link import NodeLink
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.server import Orchestrator
@@ -147,7 +147,7 @@ def test_a_trainer_listens_at_one_address():
 
 def test_a_wait_names_whom_it_is_for_and_how_to_start_them(run, caplog):
     """In the client too, which asked for no progress; then every 30 s."""
-    job_id = run.client.submit(InitialSyncJob())
+    job_id = run.client.submit(InitialSync())
     with pytest.raises(TimeoutError):
         run.client.wait(job_id, timeout_s=1.0)
     (said,) = [r.getMessage() for r in caplog.records if r.name == "splice.client"]
@@ -175,7 +175,7 @@ def test_what_was_missing_is_in_the_failure(tmp_path):
     with Run(tmp_path) as run:
         run.orchestrator._versions._config = run.config.model_copy(update={"ready_timeout_s": 0.3})
         with pytest.raises(JobFailed, match=r"inference-0 \(not connected\)"):
-            run.client.run(InitialSyncJob(), timeout_s=20)
+            run.client.run(InitialSync(), timeout_s=20)
 
 
 # ---------------------------------------------------------------- wrong token, port, name, model

@@ -26,6 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from orchestrator.control.router import MAY_SEND
 from orchestrator.errors import JobFailed, ProtocolError
 from orchestrator.protocol import messages
 from orchestrator.protocol.frames import (
@@ -36,8 +37,7 @@ from orchestrator.protocol.frames import (
     from_wire,
     to_wire,
 )
-from orchestrator.protocol.messages import ANY_MESSAGE, AnyMessage, Hello, InitialSyncJob
-from orchestrator.router import MAY_SEND
+from orchestrator.protocol.messages import ANY_MESSAGE, AnyMessage, Hello, InitialSync
 from splice.client import SpliceClient
 from tests.orchestrator.fake_nodes import FakeReplica, FakeTrainer
 from tests.orchestrator.raw import VERSION, raw_peer
@@ -332,8 +332,8 @@ class Bad(threading.Thread):
                     body["job"] = dice.choice(
                         [
                             {"kind": "OptimStep"},
-                            {"kind": "PublishJob"},
-                            {"kind": "SaveCheckpointJob"},
+                            {"kind": "Publish"},
+                            {"kind": "SaveCheckpoint"},
                             5,
                         ]
                     )
@@ -376,7 +376,7 @@ def test_a_peer_that_says_anything_harms_nobody_else(served, role):
     bad = [Bad(served.endpoint, role, seed) for seed in range(2)]
     try:
         with SpliceClient(endpoint=served.endpoint, run_token=TOKEN) as client:
-            client.run(InitialSyncJob(), timeout_s=60)
+            client.run(InitialSync(), timeout_s=60)
             for peer in bad:
                 peer.start()
             until, done, blamed = time.monotonic() + EXAMPLES / 150, 0, list[str]()

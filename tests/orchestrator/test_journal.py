@@ -10,7 +10,7 @@ import sqlite3
 import pytest
 
 from orchestrator.errors import ConfigError, JournalError
-from orchestrator.journal import HEAD, LARGE_BYTES, Journal
+from orchestrator.storage.journal import HEAD, LARGE_BYTES, Journal
 
 TOKEN = "t" * 32
 CLIENT = b"any bytes \xff".decode(errors="surrogateescape")
@@ -162,7 +162,7 @@ def test_a_run_goes_on_under_its_own_name_only(path):
 
 def test_only_the_newest_outcomes_are_kept(path, monkeypatch):
     """And every job that is open, however old."""
-    monkeypatch.setattr("orchestrator.journal.JOBS_KEPT", 3)
+    monkeypatch.setattr("orchestrator.storage.journal.JOBS_KEPT", 3)
     journal = opened(path)
     for number in range(8):
         journal.add_job(

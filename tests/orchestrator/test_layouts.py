@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.protocol.messages import InitialSyncJob, Manifest, Ready, WireChunk, WireLayout
+from orchestrator.protocol.messages import InitialSync, Manifest, Ready, WireChunk, WireLayout
 from tests.orchestrator.fake_nodes import MANIFEST, whole_layout
 from tests.orchestrator.run import BUFFERS, JOB, Run
 
@@ -53,7 +53,7 @@ def publish_twice(
         replica.link.send(
             Ready(node_id=f"inference-{index}", detail={**replica.detail, "workers": workers})
         )
-    assert run.client.run(InitialSyncJob()).sent == "full"
+    assert run.client.run(InitialSync()).sent == "full"
     assert run.client.run(JOB, buffers=BUFFERS).sent == "changed"
     return trainer, replicas
 

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrator.errors import JobFailed
 from orchestrator.metrics import Metrics
-from orchestrator.protocol.messages import InitialSyncJob
+from orchestrator.protocol.messages import InitialSync
 from tests.orchestrator.fake_nodes import soon
 from tests.orchestrator.run import BUFFERS, JOB, Run
 
@@ -48,10 +48,10 @@ def test_jobs_publications_nodes_and_the_loop(run):
     assert first["splice_orchestrator_answers",] == 1
     assert ("splice_served_version",) not in first, "nothing is served"
     run.replica(run.trainer())
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     result = run.client.run(JOB, buffers=BUFFERS)
     with pytest.raises(JobFailed):
-        run.client.run(InitialSyncJob())
+        run.client.run(InitialSync())
     (run.dir / "loop").mkdir()
     said = {"step": 7, "at": 5.0, "trainer_waits": 0.25, "sampler_waits": 0.5}
     said |= {"staleness_mean": 0.75, "staleness_max": 1.0}
@@ -59,9 +59,9 @@ def test_jobs_publications_nodes_and_the_loop(run):
 
     found = scrape(run)
     assert found["splice_served_version",] == result.version == 1
-    assert found["splice_jobs_total", "InitialSyncJob", "completed"] == 1
-    assert found["splice_jobs_total", "InitialSyncJob", "bad_input"] == 1
-    assert found["splice_jobs_total", "TrainMergedJob", "completed"] == 1
+    assert found["splice_jobs_total", "InitialSync", "completed"] == 1
+    assert found["splice_jobs_total", "InitialSync", "bad_input"] == 1
+    assert found["splice_jobs_total", "TrainMerged", "completed"] == 1
     assert found["splice_publications_total", "served"] == 2
     assert found["splice_publication_pause_seconds_count",] == 2
     assert 0 < result.seconds["pause"] <= found["splice_publication_pause_seconds_sum",]
@@ -129,7 +129,7 @@ def test_a_silent_client_holds_up_neither_jobs_nor_scrapes(run):
     try:
         assert scrape(run)["splice_orchestrator_answers",] == 1
         run.replica(run.trainer())
-        assert run.client.run(InitialSyncJob()).version == 0
+        assert run.client.run(InitialSync()).version == 0
     finally:
         for connection in silent:
             connection.close()

@@ -15,12 +15,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from orchestrator.control.peers import Peers
+from orchestrator.control.router import ControlRouter
+from orchestrator.control.waiting import Waits
 from orchestrator.errors import NodeLost, SpliceError
+from orchestrator.protocol.messages import LoadCheckpoint, RunJob
 from orchestrator.publication import publication, publisher
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.publisher import Publisher
 from orchestrator.publication.state import State, after_restart
-from orchestrator.router import ControlRouter
 from tests.orchestrator.virtual import MemoryJournal, Replica, Trainer, VirtualLoop, World
 
 KINDS = {
@@ -88,7 +91,17 @@ class Model(RuleBasedStateMachine):
         self.publisher = self.a_publisher()
 
     def a_publisher(self):
-        return Publisher(router=self.world, journal=self.journal, config=self.config)
+        async def restore(folder, phase):
+            load = RunJob(
+                request_id="load",
+                deadline_s=self.config.plan_timeout_s,
+                job=LoadCheckpoint(checkpoint_dir=folder),
+            )
+            await self.world.request("trainer", load, phase=phase)
+
+        return Publisher(
+            router=self.world, journal=self.journal, config=self.config, restore=restore
+        )
 
     def teardown(self):
         if hasattr(self, "loop"):
@@ -313,12 +326,10 @@ def test_an_hour_takes_no_time():
 
 
 def test_the_world_takes_every_argument_that_the_router_takes():
-    names = [
-        name for name in vars(World) if not name.startswith("_") and hasattr(ControlRouter, name)
-    ]
+    real = vars(Peers) | vars(Waits) | vars(ControlRouter)
+    names = [name for name in vars(World) if not name.startswith("_") and name in real]
     assert {"request", "send", "wait_ready", "nodes"} <= set(names)
     for name in names:
-        asked, given = getattr(ControlRouter, name), getattr(World, name)
-        if inspect.isfunction(asked):
-            there = inspect.signature(asked).parameters
-            assert there.keys() <= inspect.signature(given).parameters.keys(), name
+        if inspect.isfunction(real[name]):
+            there = inspect.signature(real[name]).parameters
+            assert there.keys() <= inspect.signature(getattr(World, name)).parameters.keys(), name

@@ -6,16 +6,16 @@ import pytest
 
 from orchestrator.errors import ConfigError, ProtocolError
 from orchestrator.protocol.messages import (
-    InitialSyncJob,
+    InitialSync,
     NextBatch,
     OptimParams,
-    PublishJob,
-    TrainMergedJob,
+    Publish,
+    TrainMerged,
 )
 from tests.orchestrator.run import BUFFERS, JOB, Run
 
 
-def rated(rate: float) -> TrainMergedJob:
+def rated(rate: float) -> TrainMerged:
     return JOB.model_copy(update={"optim": OptimParams(lr=rate)})
 
 
@@ -25,14 +25,14 @@ def test_the_trainer_gets_one_announcement_while_it_trains(tmp_path):
         run.client.announce(rated(1.0), buffers=BUFFERS)  # no trainer is there
         trainer = run.trainer()
         run.replica(trainer)
-        run.client.run(InitialSyncJob(), timeout_s=30)
+        run.client.run(InitialSync(), timeout_s=30)
         run.client.announce(rated(2.0), buffers=BUFFERS)
         run.client.status()  # has the announcement handled
         assert trainer.link.next_batch is None, "it would be in a publication's way"
         assert run.client.run(JOB, buffers=BUFFERS, timeout_s=30).version == 1
         found = trainer.link.next_batch
-        assert isinstance(found.message, NextBatch) and found.message.optim.lr == 2.0
-        assert found.message.tensors == JOB.tensors
+        assert isinstance(found.message, NextBatch) and found.message.job.optim.lr == 2.0
+        assert found.message.job.tensors == JOB.tensors
         assert [bytes(buffer) for buffer in found.buffers] == BUFFERS
         trainer.link.next_batch = None
         assert run.client.run(JOB, buffers=BUFFERS, timeout_s=30).version == 2
@@ -47,8 +47,8 @@ def test_a_whole_vocabulary_may_be_announced(tmp_path):
 
 
 def test_only_a_training_job_may_be_announced(tmp_path):
-    with Run(tmp_path) as run, pytest.raises(ConfigError, match="TrainMergedJob, not PublishJob"):
-        run.client.announce(PublishJob(), buffers=[])
+    with Run(tmp_path) as run, pytest.raises(ConfigError, match="TrainMerged, not Publish"):
+        run.client.announce(Publish(), buffers=[])
 
 
 def test_buffers_that_do_not_fit_are_refused_before_they_leave(tmp_path):

@@ -12,27 +12,27 @@ import time
 import pytest
 from pydantic import ValidationError
 
-from orchestrator import open_requests
 from orchestrator.config import OrchestratorConfig
+from orchestrator.control import open_requests
 from orchestrator.errors import JobFailed
 from orchestrator.jobs import BUFFERS_KEPT
 from orchestrator.protocol.messages import (
     BATCH_TENSORS,
     ErrorCode,
-    ForwardJob,
+    Forward,
     Hello,
-    InitialSyncJob,
+    InitialSync,
     LossSpec,
     OptimParams,
-    OptimStepJob,
-    PublishJob,
+    OptimStep,
+    Publish,
     SubmitJob,
-    TrainMergedJob,
+    TrainMerged,
     batch_specs,
     forward_specs,
 )
 from orchestrator.protocol.node_link import NodeLink
-from orchestrator.trainer_requests import TrainerMemory
+from orchestrator.trainer_memory import TrainerMemory
 from splice.client import AsyncSpliceClient
 from tests.orchestrator.fake_nodes import FakeTrainer, soon
 from tests.orchestrator.run import BATCH, BUFFERS, JOB, TOKEN, Run, SmallBatch
@@ -142,7 +142,7 @@ def test_steps_of_ones_own_are_published(run):
     replica = run.replica(trainer)
     with pytest.raises(JobFailed, match="InitialSync first"):
         run.client.publish()
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     run.client.forward_backward(SmallBatch())
     run.client.forward_backward(SmallBatch())
     with pytest.raises(JobFailed, match="gradients of 2 batches are pending"):
@@ -160,7 +160,7 @@ def test_a_publication_keeps_pending_gradients_in_every_attempt(run):
     """The version is the state without them; a failed attempt does not reload the trainer."""
     trainer = run.trainer()
     replica = run.replica(trainer)
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     run.client.forward_backward(SmallBatch())
 
     def fail_late(message):
@@ -177,7 +177,7 @@ def test_a_publication_keeps_pending_gradients_in_every_attempt(run):
 def test_a_new_adapter_is_planned_and_published_anew(run):
     trainer = run.trainer()
     replica = run.replica(trainer)
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     run.client.publish()
     assert trainer.log.count("PlanPublication") == 1, "the plan is kept"
     run.client.forward_backward(SmallBatch())
@@ -202,7 +202,7 @@ def test_gradients_lost_in_a_publication_are_named_by_the_next_job(run):
     """The version comes from its checkpoint; what was pending went with the process."""
     current = [run.trainer()]
     replica = run.replica(lambda: current[0])
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     run.client.forward_backward(SmallBatch())
     current[0].script["SendWeights"] = lambda _: None  # silence: it will be dead
 
@@ -294,7 +294,7 @@ def test_a_loss_is_still_to_be_said_where_it_could_not_be_put_back(run, tmp_path
 
 def test_a_request_that_is_never_answered_is_given_up(run, monkeypatch):
     monkeypatch.setattr(open_requests, "STALL_AFTER_S", 0.2)
-    run.orchestrator._operations._config = run.config.model_copy(update={"train_timeout_s": 0.2})
+    run.orchestrator._trainer._job_timeout_s = 0.2
     trainer = run.trainer()
     trainer.script["OptimStep"] = lambda _: None
     with pytest.raises(JobFailed, match="no progress for") as stuck:
@@ -309,13 +309,13 @@ def test_progress_is_sent_to_who_asks_for_it(run):
     with NodeLink(endpoint=run.endpoint, hello=hello) as link:
 
         def kinds(*, progress: bool) -> list[str]:
-            link.send(SubmitJob(job_id=f"job-{progress}", job=OptimStepJob(), progress=progress))
+            link.send(SubmitJob(job_id=f"job-{progress}", job=OptimStep(), progress=progress))
             came: list[str] = []
             while "Completed" not in came:
                 came.append(link.recv(timeout_s=10).message.kind)
             return came
 
-        link.send(SubmitJob(job_id="refused at once", job=PublishJob()))
+        link.send(SubmitJob(job_id="refused at once", job=Publish()))
         came = [link.recv(timeout_s=10).message.kind for _ in range(3)]
         assert came == ["Progress", "Progress", "Failed"], (
             "the outcome came before what it is the end of"
@@ -327,7 +327,7 @@ def test_progress_is_sent_to_who_asks_for_it(run):
 def test_a_trainer_restarted_between_step_and_publication_never_sends_its_base(run):
     current = [run.trainer()]
     replica = run.replica(lambda: current[-1])
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     publish = run.orchestrator._versions._publish
 
     async def restarted_first(*args, **kwargs):
@@ -391,7 +391,7 @@ def test_several_steps_in_one_job(run):
 def test_published_steps(run):
     trainer = run.trainer()
     run.replica(trainer)
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     trainer.script["TrainMerged"] = lambda m: (
         trainer._write(m),
         trainer.link.complete(
@@ -415,7 +415,7 @@ def test_published_steps(run):
 @pytest.mark.parametrize("bad", [{"mini_batch_sequences": 0}, {"epochs": 0}, {"epochs": 1.5}])
 def test_bad_numbers_of_steps_are_refused(bad):
     with pytest.raises(ValidationError, match=next(iter(bad))):
-        TrainMergedJob(tensors=BATCH, **bad)
+        TrainMerged(tensors=BATCH, **bad)
 
 
 def test_memory_after_failures():
@@ -446,7 +446,7 @@ def test_versions_that_are_not_kept_go_but_never_the_one_served(tmp_path):
         object.__setattr__(run.config, "keep_versions", 2)
         trainer = run.trainer()
         replica = run.replica(trainer)
-        run.client.run(InitialSyncJob())
+        run.client.run(InitialSync())
         run.client.run(JOB, buffers=BUFFERS)
         run.client.run(JOB, buffers=BUFFERS)
         # as after a change of processes: the manifest is checked anew
@@ -481,7 +481,7 @@ def test_specs():
         -1
     ].shape == (5,)
     assert [s.shape for s in forward_specs(num_sequences=2, num_tokens=5)] == [(5,), (2,)]
-    assert ForwardJob(tensors=specs[:2]).adapters
+    assert Forward(tensors=specs[:2]).adapters
     for weight in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="finite"):
-            TrainMergedJob(tensors=specs, optim={"lr": weight})
+            TrainMerged(tensors=specs, optim={"lr": weight})

@@ -8,18 +8,18 @@ import time
 import pytest
 
 from orchestrator.errors import ConfigError, JobFailed, JournalError, ProtocolError
-from orchestrator.journal import Journal
 from orchestrator.protocol import frames
 from orchestrator.protocol.messages import (
     ErrorCode,
-    InitialSyncJob,
-    OptimStepJob,
+    InitialSync,
+    OptimStep,
     Rendezvous,
-    TrainLoraJob,
-    TrainMergedJob,
+    TrainLora,
+    TrainMerged,
     Unready,
     batch_specs,
 )
+from orchestrator.storage.journal import Journal
 from splice.client import SpliceClient
 from tests.orchestrator.fake_nodes import soon
 from tests.orchestrator.run import BATCH, BUFFERS, JOB, TOKEN
@@ -30,7 +30,7 @@ def test_initial_sync_then_two_versions(run):
     replica = run.replica(trainer)
     phases = []
     first = run.client.run(
-        InitialSyncJob(), on_progress=lambda p: phases.append((p.sequence, p.phase))
+        InitialSync(), on_progress=lambda p: phases.append((p.sequence, p.phase))
     )
     assert first.version == 0 and first.alias == "m@0"
     assert [s for s, _ in phases] == list(range(len(phases)))
@@ -58,7 +58,7 @@ def test_initial_sync_then_two_versions(run):
 def test_the_same_job_id_runs_once(run):
     trainer = run.trainer()
     run.replica(trainer)
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     a = run.client.run(JOB, buffers=BUFFERS, job_id="one")
     b = run.client.run(JOB, buffers=BUFFERS, job_id="one")
     assert a == b and trainer.log.count("TrainMerged") == 1
@@ -73,7 +73,7 @@ def test_nothing_before_initial_sync(run):
 def test_a_refused_plan_leaves_n_serving_and_is_not_retried(run):
     trainer = run.trainer()
     replica = run.replica(trainer)
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     # as after a change of processes: the manifest is checked anew
     run.orchestrator._publisher._planner.planned = {}
     replica.script["PrepareUpdate"] = replica.refuse
@@ -90,7 +90,7 @@ def test_a_refused_plan_leaves_n_serving_and_is_not_retried(run):
 def test_one_flipped_bit_is_never_served(run):
     trainer = run.trainer()
     replica = run.replica(trainer)
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     replica.flip = True
     seen = []
     result = run.client.run(
@@ -105,7 +105,7 @@ def test_one_flipped_bit_is_never_served(run):
 def test_a_replica_that_fails_while_applying_is_resynced(run):
     trainer = run.trainer()
     replica = run.replica(trainer)
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
 
     def fail_late(message):
         replica.stand_still(message)
@@ -123,7 +123,7 @@ def test_a_replica_that_fails_while_applying_is_resynced(run):
 def test_a_trainer_killed_in_the_transfer_is_replaced_and_finishes_the_version(run):
     current = [run.trainer()]
     replica = run.replica(lambda: current[0])
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     first = current[0]
     first.script["SendWeights"] = lambda _: None  # silence: it will be dead
 
@@ -148,7 +148,7 @@ def test_a_trainer_killed_in_the_transfer_is_replaced_and_finishes_the_version(r
 def test_a_trainer_killed_in_the_step_repeats_it_from_the_last_durable_state(run):
     current = [run.trainer()]
     replica = run.replica(lambda: current[0])
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     first = current[0]
 
     def die(_):
@@ -165,7 +165,7 @@ def test_a_trainer_killed_in_the_step_repeats_it_from_the_last_durable_state(run
 
 def test_every_step_is_journaled(run, tmp_path):
     run.replica(run.trainer())
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     run.client.run(JOB, buffers=BUFFERS)
     journal = Journal(run.dir / "journal.sqlite", run_token=TOKEN, name="m")
     steps = [state for version, state in journal.publication_steps() if version == 1]
@@ -198,7 +198,7 @@ def test_a_full_disk_ends_the_orchestrator_and_nothing_else(run, is_large):
         lambda: run.orchestrator._journal._db.execute("PRAGMA max_page_count = 16")
     )
     large = batch_specs(num_sequences=1, num_tokens=2**16 if is_large else 2**15)
-    run.client.submit(TrainMergedJob(tensors=large), buffers=[bytes(s.nbytes) for s in large])
+    run.client.submit(TrainMerged(tensors=large), buffers=[bytes(s.nbytes) for s in large])
     run.thread.join(20)
     assert isinstance(run.error, JournalError) and ("batches" if is_large else "full") in str(
         run.error
@@ -210,7 +210,7 @@ def test_a_full_disk_ends_the_orchestrator_and_nothing_else(run, is_large):
 def test_a_full_disk_is_not_taken_for_a_resync_that_can_be_tried_again(run):
     trainer = run.trainer()
     replica = run.replica(trainer)
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     run.loop.call_soon_threadsafe(
         lambda: run.orchestrator._journal._db.execute("PRAGMA query_only = ON")
     )
@@ -227,7 +227,7 @@ def test_a_job_that_the_journal_could_not_hold_is_refused(run, monkeypatch):
     with pytest.raises(
         ProtocolError, match=r"buffers of 16,004 bytes together; .* 10,000 .* in parts"
     ):
-        run.client.run(TrainMergedJob(tensors=large), buffers=[bytes(s.nbytes) for s in large])
+        run.client.run(TrainMerged(tensors=large), buffers=[bytes(s.nbytes) for s in large])
     assert trainer.log == []
     assert run.client.optim_step().metrics == {"loss": 1.0}
 
@@ -238,14 +238,14 @@ def test_no_more_jobs_are_kept_than_there_is_room_for(run):
         update={"max_jobs": 3, "max_job_bytes": 100}
     )
     trainer.script["TrainLora"] = lambda message: (go.wait(20), trainer._done(message))
-    job = TrainLoraJob(tensors=BATCH, output_dir="/nowhere")
+    job = TrainLora(tensors=BATCH, output_dir="/nowhere")
     kept = [run.client.submit(job, buffers=BUFFERS) for _ in range(2)]
     with pytest.raises(JobFailed, match="they exceed 100") as refused:
         run.client.run(job, buffers=BUFFERS, job_id="again")
     assert refused.value.code == "too_many_jobs"
-    kept.append(run.client.submit(OptimStepJob()))
+    kept.append(run.client.submit(OptimStep()))
     with pytest.raises(JobFailed, match="3 jobs are open"):
-        run.client.run(OptimStepJob())
+        run.client.run(OptimStep())
     go.set()
     for job_id in kept:
         run.client.wait(job_id, timeout_s=20)
@@ -259,7 +259,7 @@ def test_whoever_waits_is_told_that_the_run_was_stopped(run):
         go.wait(20),
         trainer._done(message),
     )
-    running, waiting = run.client.submit(OptimStepJob()), run.client.submit(OptimStepJob())
+    running, waiting = run.client.submit(OptimStep()), run.client.submit(OptimStep())
     assert at_work.wait(20)
     with SpliceClient(endpoint=run.endpoint, run_token=TOKEN) as other:
         other.stop_run(timeout_s=20)
@@ -275,7 +275,7 @@ def test_whoever_waits_is_told_that_the_run_was_stopped(run):
 def test_a_replica_whose_server_was_restarted_gets_the_served_version_again(run):
     trainer = run.trainer()
     replica = run.replica(trainer)
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     run.client.run(JOB, buffers=BUFFERS)
     trainer.weights = [
         w + 100 for w in trainer.weights
@@ -296,7 +296,7 @@ def test_a_replica_whose_server_was_restarted_gets_the_served_version_again(run)
 def test_the_only_replica_is_waited_for_though_it_goes_while_the_trainer_recovers(run):
     trainer = run.trainer()
     replica = run.replica(trainer)
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
 
     def load(message):
         replica.link.send(Unready(node_id="inference-0", reason="vLLM has ended"))
@@ -320,7 +320,7 @@ def test_the_only_replica_is_waited_for_though_it_goes_while_the_trainer_recover
 def test_a_replica_that_cannot_join_leaves_nobody_waiting(run):
     trainer = run.trainer()
     replica = run.replica(trainer)
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
 
     def listen(message):
         trainer.aborted.clear()
@@ -339,13 +339,13 @@ def test_a_replica_that_cannot_join_leaves_nobody_waiting(run):
 
 
 def test_a_resync_job_sends_the_served_version_again(run):
-    from orchestrator.protocol.messages import ResyncJob
+    from orchestrator.protocol.messages import Resync
 
     trainer = run.trainer()
     replica = run.replica(trainer)
     with pytest.raises(JobFailed, match="InitialSync"):
-        run.client.run(ResyncJob())
-    run.client.run(InitialSyncJob())
-    result = run.client.run(ResyncJob())
+        run.client.run(Resync())
+    run.client.run(InitialSync())
+    result = run.client.run(Resync())
     assert result.version == 0 and result.states[-1] == "committed"
     assert replica.served == [(0, [10, 20, 30])] * 2 and run.client.status().version == 0

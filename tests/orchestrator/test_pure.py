@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from orchestrator.control.liveness import lost_peers, stalled
 from orchestrator.errors import ConfigError, PublicationError, VerificationError
-from orchestrator.liveness import lost_peers, stalled
 from orchestrator.protocol.config import InferenceConfig, LoraConfig, ParallelConfig, TrainerConfig
 from orchestrator.protocol.messages import Manifest, TensorSpec
 from orchestrator.publication.config import PublicationConfig

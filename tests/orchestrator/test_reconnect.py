@@ -16,11 +16,11 @@ import uuid
 
 import pytest
 
-from orchestrator import control_socket
+from orchestrator.control import control_socket
 from orchestrator.errors import JobFailed, LinkLost
 from orchestrator.protocol import node_link
 from orchestrator.protocol.frames import to_wire
-from orchestrator.protocol.messages import Hello, InitialSyncJob, OptimStepJob, Ready
+from orchestrator.protocol.messages import Hello, InitialSync, OptimStep, Ready
 from orchestrator.protocol.node_link import NodeLink
 from splice.client import SpliceClient
 from tests.chaos.links import Links
@@ -82,12 +82,12 @@ def run(tmp_path, monkeypatch):
         run.line.close()
 
 
-@pytest.mark.parametrize("lost", ["TrainMerged", "Completed"])
+@pytest.mark.parametrize("lost", ["RunJob", "Completed"])
 def test_a_request_or_its_answer_is_sent_again(run, lost):
     trainer = FakeTrainer(endpoint=run.line.endpoint, node_id="trainer", token=TOKEN).start()
     run.nodes.append(trainer)
     replica = run.replica(trainer)
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     run.line.cut = lost.encode()
     assert run.client.run(JOB, buffers=BUFFERS, timeout_s=30).version == 1
     assert run.line.cut is None, "nothing was lost"
@@ -126,9 +126,9 @@ def test_a_client_follows_its_run_to_a_new_endpoint(run, tmp_path, monkeypatch):
 
 WAITS = """
 import sys
-from orchestrator.protocol import node_link
+from orchestrator.protocol import silence
 from orchestrator.protocol.messages import Hello
-node_link.SUSPENDED_S = 1.5
+silence.SUSPENDED_S = 1.5
 hello = Hello(role="launcher", node_id="waits", incarnation="1", run_token=sys.argv[2])
 with node_link.NodeLink(endpoint=sys.argv[1], hello=hello, lost_after_s=2.5) as link:
     print("here", flush=True)
@@ -174,7 +174,7 @@ def test_a_request_to_a_node_whose_connection_is_just_gone_waits_for_the_next_on
         prepare_without_the_trainer  # next the trainer is asked to UseLayout
     )
     try:
-        assert run.client.run(InitialSyncJob(), timeout_s=60).attempts == 1
+        assert run.client.run(InitialSync(), timeout_s=60).attempts == 1
         assert replica.served == [(0, [10, 20, 30])] and trainer.log.count("UseLayout") == 1
     finally:
         links.close()
@@ -227,7 +227,7 @@ def test_a_large_batch_silences_the_orchestrator_for_nobody(run, monkeypatch):
     trainer = run.trainer()
     with SpliceClient(endpoint=run.endpoint, run_token=TOKEN) as client:
         first = client.submit(JOB, buffers=BUFFERS)
-        second = client.submit(OptimStepJob())
+        second = client.submit(OptimStep())
         assert run.client.status(timeout_s=5.0).queued_jobs == 0, "it is a job once it is on disk"
         taken.set()
         with pytest.raises(JobFailed, match="InitialSync"):

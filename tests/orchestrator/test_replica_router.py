@@ -118,7 +118,7 @@ def test_an_unpinned_404_is_the_answer():
 def test_a_lost_replica_gets_no_request_and_its_requests_go_elsewhere():
     async def run() -> None:
         async with routed(1, 1) as (router, (one, other), http):
-            router.replicas["inference-1"].in_flight = 5
+            router.replicas.by_id["inference-1"].in_flight = 5
             hanging = asyncio.ensure_future(ask(http, "tiny", hang=True))
             while not one.asked:
                 await asyncio.sleep(0.01)
@@ -132,7 +132,7 @@ def test_a_lost_replica_gets_no_request_and_its_requests_go_elsewhere():
             await asyncio.wait_for(other.left.wait(), 10)
 
             await router.update([one.status()])
-            router.replicas["inference-1"].in_flight = 5
+            router.replicas.by_id["inference-1"].in_flight = 5
             assert (await ask(http))[2] == "inference-0", "it is back"
 
     asyncio.run(run())
@@ -147,7 +147,7 @@ def test_before_the_orchestrator_knows_no_request_fails(how: str):
             else:
                 one.version = -1
             assert [(await ask(http))[0] for _ in range(4)] == [200] * 4
-            assert router.replicas["inference-0"].in_flight == 0
+            assert router.replicas.by_id["inference-0"].in_flight == 0
 
     asyncio.run(run())
 
@@ -155,7 +155,7 @@ def test_before_the_orchestrator_knows_no_request_fails(how: str):
 def test_a_request_at_a_replica_without_a_vllm_goes_elsewhere_and_its_streams_go_on():
     async def run() -> None:
         async with routed(1, 1) as (router, (one, other), http):
-            router.replicas["inference-1"].in_flight = 5
+            router.replicas.by_id["inference-1"].in_flight = 5
             body = {"model": "tiny", "stream": True}
             async with http.post("/v1/completions", json=body) as stream:
                 assert stream.headers[REPLICA_HEADER] == "inference-0"

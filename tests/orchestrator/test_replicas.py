@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from orchestrator import router
+from orchestrator.control import router
 from orchestrator.errors import JobFailed
-from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, Ready, Unready
+from orchestrator.protocol.messages import ErrorCode, InitialSync, Ready, Unready
 from tests.orchestrator.fake_nodes import FakeReplica, FakeTrainer, soon
 from tests.orchestrator.run import BUFFERS, JOB, Run
 
@@ -25,7 +25,7 @@ def run(tmp_path, monkeypatch):
     with Run(tmp_path, replicas=2) as r:
         r.t = r.trainer()
         r.a, r.b = r.replica(r.t, 0), r.replica(r.t, 1)
-        r.client.run(InitialSyncJob())
+        r.client.run(InitialSync())
         yield r
 
 
@@ -38,7 +38,7 @@ def test_two_versions_of_nccl_are_refused_before_a_group_is_opened(tmp_path, mon
         trainer = run.trainer()
         replica = run.replica(trainer)
         with pytest.raises(JobFailed, match=r"NCCL 2\.28\.9 and vLLM has NCCL 2\.29\.7") as failed:
-            run.client.run(InitialSyncJob())
+            run.client.run(InitialSync())
         assert "nvidia-nccl-cu13==2.29.7" in str(failed.value)
         asked = {*trainer.log, *replica.log}
         assert not asked & {"OpenTransferGroup", "JoinTransferGroup", "LoadCheckpoint"}
@@ -50,7 +50,7 @@ def test_one_version_of_nccl_or_an_unknown_one_is_not_refused(tmp_path, monkeypa
     monkeypatch.setattr(FakeReplica, "detail", FakeReplica.detail | {"packages": {"nccl": theirs}})
     with Run(tmp_path, transport="nccl") as run:
         run.replica(run.trainer())
-        assert run.client.run(InitialSyncJob()).version == 0
+        assert run.client.run(InitialSync()).version == 0
 
 
 def test_one_that_fails_its_verification_is_left_out_and_brought_back_alone(run):
@@ -132,6 +132,7 @@ def test_that_its_vllm_has_ended_is_heard_of_one_that_was_silent(run):
 def test_one_that_was_silent_is_not_taken_for_restarted_again(run):
     run.b.restarted()
     assert soon(lambda: run.b.served == [V0, V0])
+    assert soon(lambda: not run.orchestrator._publisher.bare_replicas())
     run.lose("inference-1")
     assert soon(lambda: run.states()["inference-1"] == "ready" and run.b.times_forgotten > 0)
     time.sleep(1.5)

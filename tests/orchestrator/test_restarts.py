@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator import peers
+from orchestrator.control import peers
+from orchestrator.control.liveness import LOST_AFTER_S
 from orchestrator.errors import ErrorCode, JobFailed, LinkLost, NodeLost
-from orchestrator.liveness import LOST_AFTER_S
 from orchestrator.processes import launch
 from orchestrator.processes.launch import Launcher, NodeProcess
 from orchestrator.processes.restarts import (
@@ -27,7 +27,7 @@ from orchestrator.processes.restarts import (
     RestartBudget,
 )
 from orchestrator.protocol.config import TrainerConfig
-from orchestrator.protocol.messages import InitialSyncJob, NodeEnded, Unready
+from orchestrator.protocol.messages import InitialSync, NodeEnded, Unready
 from orchestrator.protocol.node_link import NodeLink
 from tests.orchestrator.fake_nodes import FakeLauncher, soon
 from tests.orchestrator.run import BUFFERS, JOB, TOKEN, Run
@@ -320,16 +320,16 @@ def test_a_trainer_that_has_ended_is_not_waited_for_until_its_silence_tells(tmp_
 def test_a_job_does_not_wait_for_a_trainer_that_was_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "GIVEN_UP_S", 2.0)
     with Run(tmp_path / "run") as run:
-        waiting = run.client.submit(InitialSyncJob())
+        waiting = run.client.submit(InitialSync())
         assert host(run, tmp_path, ending(tmp_path / "lives", -9), max_restarts=0).serve() == 1
         with pytest.raises(JobFailed, match="does not come back: it ended with code -9") as failed:
             run.client.wait(waiting, timeout_s=30)
         assert failed.value.code == ErrorCode.NODE_LOST
         with pytest.raises(JobFailed, match="start it again with `splice trainer`"):
-            run.client.run(InitialSyncJob(), timeout_s=30)
+            run.client.run(InitialSync(), timeout_s=30)
         trainer = run.trainer()
         run.replica(lambda: trainer)
-        assert run.client.run(InitialSyncJob(), timeout_s=30).version == 0
+        assert run.client.run(InitialSync(), timeout_s=30).version == 0
 
 
 def test_what_is_said_late_of_an_ended_process_is_not_said_of_the_next(tmp_path):
@@ -437,7 +437,7 @@ def test_a_trainer_that_works_between_its_crashes_is_started_again_for_ever(tmp_
             trainers.append(run.trainer(start_id=served._ranks.start_id))
             assert soon(lambda: run.states().get("trainer") == "ready")
             if number == 1:
-                run.client.run(InitialSyncJob(), timeout_s=30)
+                run.client.run(InitialSync(), timeout_s=30)
             if works:
                 run.client.run(JOB, buffers=BUFFERS, timeout_s=30)
             trainers[-1].die()

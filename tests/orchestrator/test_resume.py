@@ -17,19 +17,19 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ErrorCode, JobFailed
-from orchestrator.journal import Journal
 from orchestrator.protocol.messages import (
-    ForwardBackwardJob,
-    ForwardJob,
+    Forward,
+    ForwardBackward,
     Hello,
-    InitialSyncJob,
-    OptimStepJob,
-    ResyncJob,
+    InitialSync,
+    OptimStep,
+    Resync,
     SubmitJob,
-    TrainLoraJob,
+    TrainLora,
     forward_specs,
 )
 from orchestrator.publication.state import State, after_restart
+from orchestrator.storage.journal import Journal
 from splice.client import SpliceClient
 from tests.orchestrator.fake_nodes import FakeLauncher, FakeReplica, FakeTrainer, soon
 from tests.orchestrator.raw import raw_peer
@@ -129,7 +129,7 @@ def test_killed_while_idle_and_in_the_step(killed):
     """The version counter continues, the replica is verified anew, and a step that was under way is
     taken once.
     """
-    killed.client.run(InitialSyncJob())
+    killed.client.run(InitialSync())
     killed.client.run(JOB, buffers=BUFFERS)
     killed.restart()
     assert soon(lambda: len(killed.replica.served) >= 3, 60) and killed.replica.times_forgotten > 0
@@ -176,7 +176,7 @@ def _new_nodes(killed) -> None:
 
 def test_a_run_goes_on_in_another_folder(killed, tmp_path):
     """Renamed or moved while it was down."""
-    killed.client.run(InitialSyncJob())
+    killed.client.run(InitialSync())
     killed.client.run(JOB, buffers=BUFFERS)
     killed.kill()
     killed.dir = killed.dir.rename(tmp_path / "moved")
@@ -189,7 +189,7 @@ def test_a_run_goes_on_in_another_folder(killed, tmp_path):
 
 def test_a_saved_copy_that_is_gone_is_not_missed(killed, tmp_path):
     """`save_checkpoint` right after a version holds the same step."""
-    killed.client.run(InitialSyncJob())
+    killed.client.run(InitialSync())
     killed.client.run(JOB, buffers=BUFFERS)
     killed.client.save_checkpoint(str(tmp_path / "mine"))
     killed.kill()
@@ -214,7 +214,7 @@ def test_killed_in_a_publication(moment, killed):
     """It rolls forward from its durable state: what is served at the end is the version the job
     made, once trained, and the job ends.
     """
-    killed.client.run(InitialSyncJob())
+    killed.client.run(InitialSync())
     if moment == "SaveCheckpoint":
         killed.kill_in(killed.trainer, "TrainMerged", after=True)
     elif moment == "applying":
@@ -259,9 +259,7 @@ def test_a_job_cancelled_while_it_is_down_is_not_run(killed):
 
     killed.trainer.script["ForwardBackward"] = first
     killed.kill()
-    jobs = [
-        killed.client.submit(ForwardBackwardJob(tensors=BATCH), buffers=BUFFERS) for _ in range(2)
-    ]
+    jobs = [killed.client.submit(ForwardBackward(tensors=BATCH), buffers=BUFFERS) for _ in range(2)]
     killed.client.cancel(jobs[1])
     killed.start()
     with pytest.raises(JobFailed, match="cancelled before it started"):
@@ -285,8 +283,8 @@ def test_killed_with_queued_jobs_and_pending_gradients(killed):
 
     threads = []
     for job, buffers in (
-        (ForwardBackwardJob(tensors=BATCH), BUFFERS),
-        (ForwardBackwardJob(tensors=BATCH), BUFFERS),
+        (ForwardBackward(tensors=BATCH), BUFFERS),
+        (ForwardBackward(tensors=BATCH), BUFFERS),
     ):
         threads.append(threading.Thread(target=run, args=(job, buffers)))
         threads[-1].start()
@@ -301,7 +299,7 @@ def test_killed_with_queued_jobs_and_pending_gradients(killed):
     with pytest.raises(
         JobFailed, match="gradients of 2 batches since the base weights are lost"
     ) as lost:
-        killed.client.run(OptimStepJob(), timeout_s=40)
+        killed.client.run(OptimStep(), timeout_s=40)
     assert lost.value.code == "work_lost"
 
 
@@ -328,12 +326,12 @@ def test_killed_in_memory_mode_exit(killed):
     ).start()
     launcher.trainer = killed.trainer
     try:
-        killed.client.run(InitialSyncJob(), timeout_s=40)
+        killed.client.run(InitialSync(), timeout_s=40)
         for _ in range(2):
             killed.client.run(
-                TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), buffers=BUFFERS, timeout_s=40
+                TrainLora(tensors=BATCH, output_dir="/nowhere"), buffers=BUFFERS, timeout_s=40
             )
-        forward = ForwardJob(tensors=forward_specs(num_sequences=1, num_tokens=2))
+        forward = Forward(tensors=forward_specs(num_sequences=1, num_tokens=2))
         killed.client.run(forward, buffers=BUFFERS[:2], timeout_s=40)
         assert killed.starts == 4 and launcher.trainer is None
         assert [t.log.count("TrainLora") for t in trainers] == [0, 1, 1, 0]
@@ -346,7 +344,7 @@ def test_killed_in_memory_mode_exit(killed):
 
 
 def test_a_run_is_not_resumed_unasked(killed):
-    killed.client.run(InitialSyncJob())
+    killed.client.run(InitialSync())
     killed.kill()
     argv = [sys.executable, "-m", "splice", "serve", str(run_file(killed.dir))]
     env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "PYTHONPATH": str(REPO)}
@@ -372,7 +370,7 @@ def test_killed_at_each_commit_of_a_job(killed):
     """Whatever is on disk then: the job runs once, its outcome is told only once it is journaled,
     together with what the trainer holds.
     """
-    job, jobs = TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), 1
+    job, jobs = TrainLora(tensors=BATCH, output_dir="/nowhere"), 1
     killed.client.run(job, buffers=BUFFERS, timeout_s=40)
     for die_at, has_job, has_outcome in (
         ("1 before", False, False),
@@ -414,7 +412,7 @@ def test_killed_at_each_commit_of_a_job(killed):
     with pytest.raises(
         JobFailed, match=f"{jobs + 1} optimizer steps and the gradients of 0 batches .* are lost"
     ):
-        killed.client.run(OptimStepJob(), timeout_s=40)
+        killed.client.run(OptimStep(), timeout_s=40)
 
 
 def test_a_job_that_was_taken_is_run_and_told_though_nobody_asks_again(killed):
@@ -428,7 +426,7 @@ def test_a_job_that_was_taken_is_run_and_told_though_nobody_asks_again(killed):
     killed.kill()
     killed.start(die_at="1 after")
     submit = SubmitJob(
-        job_id="job", job=TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), progress=False
+        job_id="job", job=TrainLora(tensors=BATCH, output_dir="/nowhere"), progress=False
     )
     hello = Hello(role="client", node_id="listener", incarnation="1", run_token=TOKEN)
     with raw_peer(killed.endpoint, token=TOKEN, hello=hello, timeout_s=40) as client:
@@ -459,7 +457,7 @@ def test_killed_in_the_release_of_a_job_that_is_done(killed):
     killed.trainer = trainer.start()
     with pytest.raises(JobFailed, match=r"The job succeeded, but .* 1 optimizer steps .* are lost"):
         killed.client.run(
-            TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), buffers=BUFFERS, timeout_s=40
+            TrainLora(tensors=BATCH, output_dir="/nowhere"), buffers=BUFFERS, timeout_s=40
         )
     assert trainer.log.count("TrainLora") == 1 and "TrainLora" not in killed.trainer.log
 
@@ -468,15 +466,15 @@ def test_killed_while_a_resync_has_put_the_trainer_back(killed):
     """Steps that were set aside for it are there again for the job that was under way, and for the
     next.
     """
-    killed.client.run(InitialSyncJob(), timeout_s=40)
+    killed.client.run(InitialSync(), timeout_s=40)
     killed.client.run(
-        TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), buffers=BUFFERS, timeout_s=40
+        TrainLora(tensors=BATCH, output_dir="/nowhere"), buffers=BUFFERS, timeout_s=40
     )
     killed.trainer.weights = [11, 21, 31]
     killed.kill_in(killed.trainer, "SendWeights")
-    assert killed.client.run(ResyncJob(), timeout_s=60).version == 0
+    assert killed.client.run(Resync(), timeout_s=60).version == 0
     assert killed.served((0, [10, 20, 30])) and soon(lambda: killed.trainer.weights == [11, 21, 31])
-    killed.client.run(OptimStepJob(), timeout_s=40)
+    killed.client.run(OptimStep(), timeout_s=40)
     assert (
         killed.trainer.weights == [11, 21, 31] and killed.client.publish(timeout_s=40).version == 1
     )
@@ -485,9 +483,9 @@ def test_killed_while_a_resync_has_put_the_trainer_back(killed):
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("load", [1, 2], ids=["to the served version", "to where it was"])
 def test_killed_while_a_resync_of_its_own_moves_the_trainer(killed, load, after):
-    killed.client.run(InitialSyncJob(), timeout_s=40)
+    killed.client.run(InitialSync(), timeout_s=40)
     killed.client.run(
-        TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), buffers=BUFFERS, timeout_s=40
+        TrainLora(tensors=BATCH, output_dir="/nowhere"), buffers=BUFFERS, timeout_s=40
     )
     killed.trainer.weights = [11, 21, 31]
 
@@ -527,7 +525,7 @@ def test_killed_in_the_release_of_a_job_that_failed(killed):
     """That the trainer's state is lost counts as said once the failure is noted; the job is not run
     after all.
     """
-    job = TrainLoraJob(tensors=BATCH, output_dir="/nowhere")
+    job = TrainLora(tensors=BATCH, output_dir="/nowhere")
     killed.client.run(job, buffers=BUFFERS, timeout_s=40)
     killed.trainer.die()
     trainer = FakeTrainer(endpoint=killed.endpoint, node_id="trainer", token=TOKEN)

@@ -13,10 +13,10 @@ import pytest
 from pydantic import ValidationError
 
 from orchestrator.errors import JobFailed
-from orchestrator.journal import Journal
-from orchestrator.protocol.messages import ErrorCode, ResyncJob
+from orchestrator.protocol.messages import ErrorCode, Resync
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.state import State, after_restart
+from orchestrator.storage.journal import Journal
 from tests.orchestrator.changing import start, train
 from tests.orchestrator.fake_nodes import soon
 from tests.orchestrator.run import BUFFERS, JOB, TOKEN, Run
@@ -52,7 +52,7 @@ def test_received_beside_by_all_then_swapped_by_all(run):
     for node in nodes:
         assert node.served == [(0, [10, 20, 30]), (1, [10, 21, 30])]
         assert node.log[-4:] == ["PrepareShadow", "ReceiveWeights", "SwapWeights", "CommitUpdate"]
-    whole = run.client.run(ResyncJob())  # everything fits as well
+    whole = run.client.run(Resync())  # everything fits as well
     assert (whole.mode, whole.sent) == ("shadow", "full") and nodes[0].served[-1] == (
         1,
         [10, 21, 30],
@@ -132,7 +132,7 @@ def test_what_a_canary_or_a_second_replica_must_agree_to_is_not_committed_with_t
         ] == [1, 1]
     with Run(tmp_path / "canary", replicas=1, mode="shadow") as run:
         _, (node,) = start(run)
-        assert run.client.run(ResyncJob()).mode == "shadow"  # everything: the canary is due
+        assert run.client.run(Resync()).mode == "shadow"  # everything: the canary is due
         assert node.committed_by_itself == [] and node.log[-2:] == ["CheckCanary", "CommitUpdate"]
 
 

@@ -15,12 +15,12 @@ import pytest
 from orchestrator.errors import JobFailed
 from orchestrator.protocol.messages import (
     ErrorCode,
-    InitialSyncJob,
+    InitialSync,
     NodeEnded,
-    ResyncJob,
-    SaveCheckpointJob,
+    Resync,
+    SaveCheckpoint,
 )
-from orchestrator.trainer_requests import MESSAGE_CHARS, TrainerMemory
+from orchestrator.trainer_memory import MESSAGE_CHARS, TrainerMemory
 from tests.orchestrator.fake_nodes import FakeLauncher, FakeTrainer, soon
 from tests.orchestrator.run import BUFFERS, JOB, TOKEN, SmallBatch
 
@@ -29,7 +29,7 @@ def two_steps_ahead(run):
     """A trainer at 2 and 2 more than @0, and its replica."""
     trainer = run.trainer()
     replica = run.replica(trainer)
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     for _ in range(2):
         step(run)
     assert trainer.weights == [12, 22, 32]
@@ -43,7 +43,7 @@ def step(run):
 
 def test_a_status_says_how_the_trainer_is_apart_from_what_is_served(run, tmp_path):
     run.replica(run.trainer())
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     apart = []
     run.client.run(JOB, buffers=BUFFERS)
     apart.append(run.client.status().apart)
@@ -65,7 +65,7 @@ def test_gradients_outlive_a_failure_of_what_only_reads(run, tmp_path):
     """As the trainer has it: scores that ran out of memory, an export to a full disk."""
     trainer = run.trainer()
     run.replica(trainer)
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     run.client.forward_backward(SmallBatch())
     for kind, job in (
         ("Forward", lambda: run.client.forward(SmallBatch())),
@@ -75,7 +75,7 @@ def test_gradients_outlive_a_failure_of_what_only_reads(run, tmp_path):
         with pytest.raises(JobFailed, match="told to"):
             job()
     with pytest.raises(JobFailed, match="gradients are pending"):
-        run.client.run(ResyncJob())
+        run.client.run(Resync())
 
 
 def restarted(replica):
@@ -87,14 +87,14 @@ def test_steps_are_there_again_after_a_resync_that_failed(run):
     trainer, replica = two_steps_ahead(run)
     replica.script["ReceiveWeights"] = replica.refuse
     with pytest.raises(JobFailed, match="told to"):
-        run.client.run(ResyncJob())
+        run.client.run(Resync())
     assert trainer.weights == [10, 20, 30]
     step(run)
     assert trainer.weights == [13, 23, 33]
-    run.client.run(ResyncJob())
+    run.client.run(Resync())
     assert replica.served[-1] == (0, [10, 20, 30]) and trainer.weights == [13, 23, 33]
     step(run)
-    run.client.run(ResyncJob())
+    run.client.run(Resync())
     folders = [
         m.checkpoint_dir for m in trainer.messages if "resync" in getattr(m, "checkpoint_dir", "")
     ]
@@ -107,14 +107,14 @@ def test_steps_are_there_again_after_a_resync_that_failed(run):
 def test_after_a_publication_that_failed_for_good_a_resync_is_the_way_back(run):
     trainer = run.trainer()
     replica = run.replica(trainer)
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     replica.fail_transfers()
     with pytest.raises(JobFailed, match="nothing is served"):
         run.client.run(JOB, buffers=BUFFERS)
     status = run.client.status()
     assert (status.version, status.publication) == (None, "poisoned")
     replica.script.clear()
-    assert run.client.run(ResyncJob()).version == 0 and run.client.status().version == 0
+    assert run.client.run(Resync()).version == 0 and run.client.status().version == 0
     assert replica.served[-1] == (0, [10, 20, 30]) and trainer.weights == [11, 21, 31], (
         "the step stands"
     )
@@ -139,7 +139,7 @@ def test_a_checkpoint_that_is_loaded_takes_the_place_of_what_was_set_aside(run, 
     step(run)
     replica.script["ReceiveWeights"] = replica.refuse
     with pytest.raises(JobFailed, match="told to"):
-        run.client.run(ResyncJob())
+        run.client.run(Resync())
     run.client.load_checkpoint(str(tmp_path / "saved"))
     step(run)
     assert trainer.weights == [13, 23, 33] and trainer.log.count("LoadCheckpoint") == 2
@@ -173,7 +173,7 @@ def test_a_loss_that_is_found_out_between_jobs_is_said_by_the_next(run):
     trainer = run.trainer()
     trainers = [trainer]
     replica = run.replica(lambda: trainers[-1])
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     step(run)
     trainer.die()
     trainers.append(run.trainer())
@@ -198,7 +198,7 @@ def test_a_save_that_may_have_come_to_its_end_is_not_called_lost(run, tmp_path):
         threading.Thread(target=trainer.die).start()
 
     trainer.script["SaveCheckpoint"] = die_saved
-    saving = run.client.submit(SaveCheckpointJob(checkpoint_dir=folder))
+    saving = run.client.submit(SaveCheckpoint(checkpoint_dir=folder))
     assert soon(lambda: not trainer._thread.is_alive())
     second = run.trainer()
     with pytest.raises(
@@ -282,7 +282,7 @@ def test_a_trainer_that_is_replaced_as_it_is_asked_to_join_publishes_nothing_of_
     trainer = run.trainer()
     trainers = [trainer]
     replica = run.replica(lambda: trainers[-1])
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     router, request = run.orchestrator._router, run.orchestrator._router.request
 
     async def replaced_first(peer_id, message, *args, **kwargs):
@@ -334,7 +334,7 @@ def test_what_a_trainer_says_of_a_load_is_in_the_next_result(run):
     trainer = run.trainer()
     trainers = [trainer]
     run.replica(lambda: trainers[-1])
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     run.client.run(JOB, buffers=BUFFERS)
     trainer.die()
 
@@ -368,7 +368,7 @@ def test_notes_outlive_a_failed_job_and_are_in_the_status(run):
 
 def test_the_checkpoint_at_which_a_step_began_outlives_the_step(run):
     """N's moments may still be written while N is served: N - 1 stays until N + 1 is there."""
-    from orchestrator.retention import expired
+    from orchestrator.storage.retention import expired
 
     for new in range(2, 9):  # each job protects what is served and what the trainer last saved
         on_disk = [new - 2, new - 1]
@@ -430,7 +430,7 @@ def test_a_job_that_ends_the_trainer_twice_fails_for_good(run):
     runs."""
     launched = Launched(run)
     run.replica(lambda: launched.trainer)
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     error = killed_twice(run, launched)
     assert error.code == ErrorCode.TRAINER_KILLED and "ended with code -9" in error.message
     assert "Leave this batch out" in error.remedy
@@ -450,7 +450,7 @@ def test_other_ends_of_a_trainer_are_not_the_jobs(run, how):
     """It lost its link, it had to end after the request before, or it had not begun this one."""
     launched = Launched(run)
     run.replica(lambda: launched.trainer)
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     launched.again = [("TrainMerged", how)]
     launched.dies_in("TrainMerged", **how)
     assert run.client.run(JOB, buffers=BUFFERS, timeout_s=60).version == 1

@@ -15,11 +15,11 @@ from pydantic import ValidationError
 
 from orchestrator.config import OrchestratorConfig
 from orchestrator.errors import ConfigError, JobFailed
-from orchestrator.journal import Journal
-from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, OptimStepJob, ResyncJob
+from orchestrator.protocol.messages import ErrorCode, InitialSync, OptimStep, Resync
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.publication import Publication
-from orchestrator.run_folder import RunFolder
+from orchestrator.storage.journal import Journal
+from orchestrator.storage.run_folder import RunFolder
 from tests.orchestrator.fake_nodes import FakeTrainer, digests, soon
 from tests.orchestrator.run import BUFFERS, JOB, TOKEN, Run
 from tests.orchestrator.serving import endpoint_in, start_serve
@@ -28,7 +28,7 @@ from tests.orchestrator.serving import endpoint_in, start_serve
 def synced(run, replicas=1):
     trainer = run.trainer()
     nodes = [run.replica(trainer, i) for i in range(replicas)]
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     return trainer, nodes
 
 
@@ -46,7 +46,7 @@ def test_a_progress_without_its_rendezvous_fails_the_publication_alone(run, deta
         trainer._done(message)
 
     trainer.script["OpenTransferGroup"] = nonsense
-    assert run.client.run(InitialSyncJob(), timeout_s=30).attempts == 2
+    assert run.client.run(InitialSync(), timeout_s=30).attempts == 2
     assert replica.served == [(0, [10, 20, 30])]
 
 
@@ -117,7 +117,7 @@ def test_a_trainer_that_never_says_where_it_listens_is_named(tmp_path):
         run.replica(trainer)
         trainer.script["OpenTransferGroup"] = lambda _: None
         with pytest.raises(JobFailed, match="did not say where it listens within") as silent:
-            run.client.run(InitialSyncJob(), timeout_s=60)
+            run.client.run(InitialSync(), timeout_s=60)
         assert (silent.value.code, silent.value.node) == ("transfer_timeout", "trainer")
 
 
@@ -126,13 +126,13 @@ def test_seconds_that_are_none_and_an_answer_that_is_too_long_end_nothing(run):
     trainer.script["OptimStep"] = lambda m: trainer.link.complete(
         m.request_id, result={"seconds": 5}
     )
-    assert "total" in run.client.run(OptimStepJob(), timeout_s=20).seconds
+    assert "total" in run.client.run(OptimStep(), timeout_s=20).seconds
     trainer.script["OptimStep"] = lambda m: trainer.link.fail(
         m.request_id, code=ErrorCode.INTERNAL, phase="test", message="m", remedy="x" * 60_000
     )
     with pytest.raises(JobFailed, match="xxx"):
-        run.client.run(OptimStepJob(), timeout_s=20)
-    assert run.client.run(OptimStepJob(), timeout_s=20).metrics == {"loss": 1.0}
+        run.client.run(OptimStep(), timeout_s=20)
+    assert run.client.run(OptimStep(), timeout_s=20).metrics == {"loss": 1.0}
 
 
 # ---------------------------------------------------------------- a name is one content for ever
@@ -141,7 +141,7 @@ def test_seconds_that_are_none_and_an_answer_that_is_too_long_end_nothing(run):
 def rotten(run) -> str:
     """What a resync would make of @1 is no longer what it was."""
     run.client.run(JOB, buffers=BUFFERS)
-    folder = run.client.run(ResyncJob(), timeout_s=30).checkpoint_dir
+    folder = run.client.run(Resync(), timeout_s=30).checkpoint_dir
     with open(f"{folder}/weights", "w") as file:
         file.write("11 21 99")
     return folder
@@ -150,12 +150,12 @@ def rotten(run) -> str:
 def test_a_version_that_rotted_is_not_served_again(run):
     _, (replica,) = synced(run)
     rotten(run)
-    run.client.run(OptimStepJob())  # the resync has to load the served version
+    run.client.run(OptimStep())  # the resync has to load the served version
     served = list(replica.served)
     with pytest.raises(
         JobFailed, match="version 1 is not what it was when it was first sent"
     ) as changed:
-        run.client.run(ResyncJob(), timeout_s=30)
+        run.client.run(Resync(), timeout_s=30)
     assert changed.value.code == "verification_failed" and replica.served == served
     # What the trainer held before the resync is put back, and a new name is free for it.
     assert run.client.publish().version == 2 and replica.served[-1] == (2, [11, 21, 31])
@@ -185,16 +185,16 @@ def test_a_first_version_that_nobody_was_served_may_be_made_anew(tmp_path):
         replica = run.replica(trainer)
         replica.flip = True
         with pytest.raises(JobFailed, match="not what the trainer sent"):
-            run.client.run(InitialSyncJob(), timeout_s=30)
+            run.client.run(InitialSync(), timeout_s=30)
         trainer.weights = [11, 21, 31]  # another adapter was loaded
-        assert run.client.run(InitialSyncJob(), timeout_s=30).version == 0
+        assert run.client.run(InitialSync(), timeout_s=30).version == 0
         assert replica.served == [(0, [11, 21, 31])]
 
 
 def test_a_replica_that_joins_late_gets_no_other_content(run):
     trainer, (replica, late) = synced(run, replicas=2)
     rotten(run)
-    run.client.run(OptimStepJob())
+    run.client.run(OptimStep())
     late.live = [0, 0, 0]
     late.restarted()
     assert soon(lambda: "failed:verified" in steps(run, 1) or "failed:finished" in steps(run, 1))

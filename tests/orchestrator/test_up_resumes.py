@@ -15,7 +15,7 @@ import pytest
 
 from orchestrator.errors import ConfigError, JobFailed
 from orchestrator.processes.identity import identity
-from orchestrator.protocol.messages import ErrorCode, InitialSyncJob
+from orchestrator.protocol.messages import ErrorCode, InitialSync
 from splice import cli, run_cli, up
 from splice.run_file import load
 from tests.orchestrator.run import BUFFERS, JOB, TOKEN, Run
@@ -42,9 +42,9 @@ def test_a_new_run_gets_its_first_version_and_a_served_one_nothing(run):
 def test_after_a_publication_that_failed_no_version_is_made_anew(run, was_served):
     """@0 is made again only if it was never served."""
     if was_served:
-        run.client.run(InitialSyncJob(), timeout_s=30)
+        run.client.run(InitialSync(), timeout_s=30)
     run.fake_replica.fail_transfers()
-    job, buffers = (JOB, BUFFERS) if was_served else (InitialSyncJob(), ())
+    job, buffers = (JOB, BUFFERS) if was_served else (InitialSync(), ())
     with pytest.raises(JobFailed):
         run.client.run(job, buffers=buffers, timeout_s=30)
     assert run.client.status().version is None
@@ -79,7 +79,7 @@ class Models(BaseHTTPRequestHandler):
 
 def test_up_waits_for_the_version_that_is_served_now(run):
     """A job that a crash had interrupted publishes m@1 while `up` waits for m@0."""
-    run.client.run(InitialSyncJob(), timeout_s=30)
+    run.client.run(InitialSync(), timeout_s=30)
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("One", (Models,), {"served": "m@1"}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     said = []
@@ -115,7 +115,7 @@ def _wait_served(run):
 
 def test_up_says_why_the_trainer_cannot_hold_the_version_again(run):
     """Its checkpoint is gone, or of another model: every attempt would fail alike."""
-    run.client.run(InitialSyncJob(), timeout_s=30)
+    run.client.run(InitialSync(), timeout_s=30)
     for node in (run.fake_trainer, run.fake_replica):
         node.die()
     run.lose("trainer"), run.lose("inference-0")
@@ -136,7 +136,7 @@ def test_up_says_why_the_trainer_cannot_hold_the_version_again(run):
 
 def test_up_says_that_a_version_has_another_content(run):
     """Other base weights under the same folder."""
-    run.client.run(InitialSyncJob(), timeout_s=30)
+    run.client.run(InitialSync(), timeout_s=30)
     run.fake_replica.die()
     run.lose("inference-0")
     run.fake_trainer.weights = [7, 7, 7]
@@ -150,7 +150,7 @@ class Seen(Exception):
 
 
 def test_up_waits_after_a_failure_that_may_pass(run):
-    run.client.run(InitialSyncJob(), timeout_s=30)
+    run.client.run(InitialSync(), timeout_s=30)
     run.fake_replica.die()
     run.lose("inference-0")
     replica = run.replica(run.fake_trainer)
@@ -172,7 +172,7 @@ def test_up_waits_after_a_failure_that_may_pass(run):
 
 def test_up_says_that_the_last_attempt_left_nothing_served(run):
     """Nobody sends a version again to replicas with half of it, but a job."""
-    run.client.run(InitialSyncJob(), timeout_s=30)
+    run.client.run(InitialSync(), timeout_s=30)
     run.fake_replica.die()
     run.lose("inference-0")
     run.replica(run.fake_trainer).fail_transfers()
@@ -182,7 +182,7 @@ def test_up_says_that_the_last_attempt_left_nothing_served(run):
 
 def test_a_new_version_is_progress_and_an_orchestrator_that_is_away_is_none(run, monkeypatch):
     progress = up._Progress(run.client)
-    run.client.run(InitialSyncJob(), timeout_s=30)
+    run.client.run(InitialSync(), timeout_s=30)
     assert not progress.look(0.0), "the first look"
     run.client.run(JOB, buffers=BUFFERS, timeout_s=30)
     assert not progress.look(up.LOOK_S / 2) and progress.look(up.LOOK_S)

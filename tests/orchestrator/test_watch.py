@@ -14,7 +14,7 @@ from typing import ClassVar
 import pytest
 
 from orchestrator.protocol import memory
-from orchestrator.protocol.messages import Hello, InitialSyncJob
+from orchestrator.protocol.messages import Hello, InitialSync
 from orchestrator.protocol.node_link import NodeLink
 from splice.rl import decisions
 from tests.orchestrator.fake_nodes import soon
@@ -34,7 +34,7 @@ def watch(run, *options):
 def test_a_frame_has_nodes_versions_and_the_last_publication(run, caplog):
     run.replica(run.trainer())
     assert "serves nothing yet" in watch(run)
-    run.client.run(InitialSyncJob())
+    run.client.run(InitialSync())
     caplog.set_level(logging.INFO, "splice.orchestrator")
     result = run.client.run(JOB, buffers=BUFFERS)
     lines = [r.message for r in caplog.records if " is served: " in r.message]

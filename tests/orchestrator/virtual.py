@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from orchestrator.control.router import Peer
 from orchestrator.errors import JobFailed, NodeLost
 from orchestrator.protocol.messages import (
     Completed,
@@ -24,8 +25,7 @@ from orchestrator.protocol.messages import (
     Rendezvous,
     TensorSpec,
 )
-from orchestrator.router import Peer
-from tests.orchestrator.fake_nodes import whole_layout
+from tests.orchestrator.fake_nodes import asked, whole_layout
 
 TENSORS, CHANGED = 4, (0, 2)
 LATENCY_S, LOST_S = 0.01, 15.0
@@ -374,9 +374,9 @@ class World:
     def peers(self) -> dict[str, Peer]:
         return {i: n.peer for i, n in self.members.items()}
 
-    def nodes(self, role: str, *, state: str = "ready") -> list[str]:
+    def nodes(self, role: str) -> list[str]:
         return sorted(
-            i for i, n in self.members.items() if n.role == role and n.peer.state == state
+            i for i, n in self.members.items() if n.role == role and n.peer.state == "ready"
         )
 
     def is_connected(self, peer_id: str) -> bool:
@@ -410,7 +410,7 @@ class World:
 
     async def send(self, peer_id: str, message: Any, buffers: Any = ()) -> None:
         """Arrives after a moment; what it is answered is not waited for."""
-        node = self.members[peer_id]
+        node, message = self.members[peer_id], asked(message)
         if node.peer.state == "lost":
             raise NodeLost(f"{peer_id} is not connected")
         self._in_background(self._deliver(node, message))
@@ -441,7 +441,7 @@ class World:
     async def request(
         self, peer_id: str, message: Any, buffers: Any = (), *, phase: str, on_progress: Any = None
     ) -> tuple[Completed, tuple[bytes, ...]]:
-        node = self.members[peer_id]
+        node, message = self.members[peer_id], asked(message)
         if node.peer.state == "lost":
             raise NodeLost(f"{peer_id} is not connected")
         fault = self.faults.pop((peer_id, message.kind), "")

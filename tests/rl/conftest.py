@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.protocol.messages import InitialSyncJob
+from orchestrator.protocol.messages import InitialSync
 from splice.cluster import Cluster
 from splice.run_file import RunFile
 from tests.e2e.conftest import (
@@ -66,7 +66,7 @@ def tiny_cluster(
         **tables,
     )
     with Cluster(run, trainer_module=module) as cluster:
-        cluster.client.run(InitialSyncJob(), timeout_s=120)
+        cluster.client.run(InitialSync(), timeout_s=120)
         yield cluster
 
 

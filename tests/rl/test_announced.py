@@ -7,7 +7,7 @@ import asyncio
 import psutil
 import pytest
 
-from orchestrator.protocol.messages import TrainMergedJob
+from orchestrator.protocol.messages import TrainMerged
 from splice import LossSpec, OptimParams
 from splice.batches import Completion, grpo_batch
 from splice.rl import Loop, LoopConfig, SamplingConfig, decisions
@@ -48,8 +48,8 @@ def batch(seed: int):
     return grpo_batch([[(answer(2 * g + k), float(k)) for k in range(2)] for g in range(2)])
 
 
-def job(made) -> TrainMergedJob:
-    return TrainMergedJob(loss=LOSS, optim=OPTIM, tensors=made.specs)
+def job(made) -> TrainMerged:
+    return TrainMerged(loss=LOSS, optim=OPTIM, tensors=made.specs)
 
 
 @pytest.mark.parametrize("announced", [2, 3], ids=["the next batch", "another one"])

@@ -251,7 +251,7 @@ def test_a_replica_with_an_old_version_is_not_believed(tmp_path):
         if step.number == 1:
             replicas[0].shows = 0
         if step.number == 3:
-            for replica in loop._sampler._replicas.values():
+            for replica in loop._sampler.replicas.by_id.values():
                 replica.avoid_until_s = 0.0  # the loop asks the stuck one again
             before, rows = len(replicas[0].asked), [{"prompt": [1, 2, 3]}] * 8
             evaluated.extend(c for answers in await loop.sample(rows) for c in answers)

@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.errors import ConfigError, ErrorCode, JobFailed
 from orchestrator.protocol import frames
-from orchestrator.protocol.messages import InitialSyncJob
+from orchestrator.protocol.messages import InitialSync
 from splice.rl import Loop, LoopConfig, SamplingConfig, checker, decisions
 from tests.orchestrator.fake_nodes import FakeReplica, soon
 from tests.orchestrator.run import TOKEN, Run, SmallBatch
@@ -99,7 +99,7 @@ class Cluster:
 def cluster(tmp_path):
     with Run(tmp_path) as run:
         cluster = Cluster(run, tmp_path / "loop")
-        run.client.run(InitialSyncJob(), timeout_s=30)
+        run.client.run(InitialSync(), timeout_s=30)
         assert cluster.trainer.weights == [10, 20, 30]
         yield cluster
 
@@ -168,7 +168,7 @@ def test_a_run_that_is_stopped_in_a_publication_makes_no_step_twice(tmp_path):
     gate = threading.Event()
     with Run(tmp_path) as run:
         cluster = Cluster(run, tmp_path / "loop")
-        run.client.run(InitialSyncJob(), timeout_s=30)
+        run.client.run(InitialSync(), timeout_s=30)
         cluster.replica.script["ReceiveWeights"] = lambda _: gate.wait(20)
 
         def stop() -> None:
@@ -198,7 +198,7 @@ def test_a_loop_starts_after_a_publication_that_failed_for_good(cluster):
         cluster.start(steps=2)
     assert cluster.run.client.status().version is None
     with pytest.raises(JobFailed, match="submit Resync to serve it again"):
-        cluster.run.client.run(InitialSyncJob(), timeout_s=30)
+        cluster.run.client.run(InitialSync(), timeout_s=30)
     cluster.replica.script.clear()
     cluster.start(steps=2)
     assert cluster.trainer.weights == [12, 22, 32] == cluster.replica.live

@@ -23,7 +23,7 @@ import pytest
 
 from orchestrator.processes import child
 from orchestrator.processes.launch import Launcher, NodeProcess
-from orchestrator.protocol.messages import InitialSyncJob
+from orchestrator.protocol.messages import InitialSync
 from splice.client import SpliceClient
 from splice.rl import checker, decisions
 from splice.tinker.server import KEY_FILE, URL_FILE
@@ -103,7 +103,7 @@ def cluster(tmp_path, monkeypatch) -> Iterator[tuple[Launcher, Path]]:
         assert soon(lambda: (run_dir / "endpoint").exists())
         launcher.start(node("nodes", run_dir))
         with SpliceClient.of_run(run_dir) as client:
-            client.run(InitialSyncJob(), timeout_s=60)
+            client.run(InitialSync(), timeout_s=60)
         yield launcher, run_dir
 
 

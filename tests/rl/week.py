@@ -19,11 +19,11 @@ import time
 from collections import deque
 from pathlib import Path
 
-from orchestrator import journal
 from orchestrator.config import OrchestratorConfig
 from orchestrator.processes.logs import log_to_stderr
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.server import Orchestrator
+from orchestrator.storage import journal
 from splice import replica_router
 from splice.cli import _old_endpoint, app
 from splice.rl import Loop, LoopConfig, SamplingConfig, decisions

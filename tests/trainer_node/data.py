@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from orchestrator.protocol.messages import (
     OPTIONAL_BATCH_TENSORS,
     LossSpec,
     OptimParams,
+    Request,
+    RunJob,
     batch_specs,
 )
 from tests.trainer_node.tiny import VOCAB
@@ -47,6 +51,14 @@ def training(values: dict[str, np.ndarray] | None = None, **loss) -> tuple[dict,
     )
     fields = {"loss": LossSpec(**loss), "optim": OptimParams(lr=1e-2), "tensors": specs}
     return fields, [values[s.name].tobytes() for s in specs]
+
+
+def asked(kind: type, *, request_id: str = "r", deadline_s: float = 60, **fields: Any) -> Any:
+    """A request of this kind; for a job a `RunJob`, with the fields that the job lacks."""
+    if issubclass(kind, Request):
+        return kind(request_id=request_id, deadline_s=deadline_s, **fields)
+    own = {name: fields.pop(name) for name in fields.keys() - kind.model_fields.keys()}
+    return RunJob(request_id=request_id, deadline_s=deadline_s, job=kind(**fields), **own)
 
 
 def make_batch(

@@ -47,7 +47,7 @@ from orchestrator.protocol.messages import (
     WireLayout,
     batch_specs,
 )
-from tests.trainer_node.data import arrays, training
+from tests.trainer_node.data import arrays, asked, training
 from trainer_node import aftermath
 from trainer_node.node import Node
 from trainer_node.ranks.lockstep import Failure
@@ -122,7 +122,7 @@ class Bench:
     def ask(self, kind: type, buffers: Any = (), **fields: Any) -> int | None:
         """Returns the code with which the node would exit."""
         self.count += 1
-        message = kind(request_id=f"r{self.count}", deadline_s=60, **fields)
+        message = asked(kind, request_id=f"r{self.count}", **fields)
         envelope = Envelope(message=message, buffers=tuple(buffers))
         try:
             return self.node._handle(envelope, time.monotonic())

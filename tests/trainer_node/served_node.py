@@ -20,6 +20,7 @@ from orchestrator.protocol.curve import server_keys
 from orchestrator.protocol.frames import decode, encode, from_wire, to_wire
 from orchestrator.protocol.messages import Heartbeat, Welcome
 from tests.trainer_node.conftest import REPO, Ranks, Started, child_env
+from tests.trainer_node.data import asked
 
 TOKEN = "a-token"
 
@@ -65,7 +66,8 @@ class Orchestrator:
     def start(self, kind, buffers=(), *, deadline_s: float = 60.0, **fields) -> str:
         request_id = uuid.uuid4().hex
         self.progress = []
-        self._send(kind(request_id=request_id, deadline_s=deadline_s, **fields), buffers)
+        message = asked(kind, request_id=request_id, deadline_s=deadline_s, **fields)
+        self._send(message, buffers)
         return request_id
 
     def finish(self, request_id: str):

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from orchestrator.errors import SpliceError, without_frames
-from orchestrator.protocol.messages import TrainMerged
+from orchestrator.protocol.messages import RunJob, TrainMerged
 from trainer_node.files.generations import CheckpointError
 from trainer_node.ranks import objects
 from trainer_node.ranks.lockstep import Failure, agree, unpacked
@@ -84,10 +84,11 @@ def _make_again(trainer: Trainer, folder: Path, lost: Lost) -> None:
 
     with agree(trainer.model.control_group, as_error):
         request = unpacked(np.fromfile(folder / contents.REMAKE, np.uint8))
-        message = request.message
-        assert isinstance(message, TrainMerged)
-        batch = steps.batch_of(trainer, message, request.buffers)
-        steps.train(trainer, batch, message, on_step=lambda step, count: None)
+        assert isinstance(request.message, RunJob)
+        job = request.message.job
+        assert isinstance(job, TrainMerged)
+        batch = steps.batch_of(trainer, job, request.buffers)
+        steps.train(trainer, batch, job, on_step=lambda step, count: None)
 
 
 def _compared(trainer: Trainer, folder: Path, lost: Lost) -> tuple[Loaded, str]:

@@ -53,7 +53,7 @@ class Ahead:
 
     def __init__(self, trainer: Trainer, lockstep: Lockstep) -> None:
         self._trainer, self._lockstep = trainer, lockstep
-        self._message: NextBatch | None = None
+        self._message: TrainStep | None = None
         self._buffers: Sequence[bytes] = ()
         self._begin_s = 0.0
         """Seconds that it took to begin the last batch."""
@@ -113,14 +113,14 @@ class Ahead:
                 return _RUN if left >= LEAST_SHARE * self._pack_s(begun.next_tokens) else _STOP
             if begun is None and told is not None and left is not None:
                 assert isinstance(told.message, NextBatch)
-                if not can_begin(told.message):
+                if not can_begin(told.message.job):
                     return _STOP
-                pack_s = self._pack_s(self._trainer.micro_batch_tokens, told.message)
+                pack_s = self._pack_s(self._trainer.micro_batch_tokens, told.message.job)
                 return _BEGIN if left >= self._begin_s + LEAST_SHARE * pack_s else _STOP
             time.sleep(POLL_S)
         return _STOP
 
-    def _pack_s(self, tokens: int, message: NextBatch | None = None) -> float:
+    def _pack_s(self, tokens: int, message: TrainStep | None = None) -> float:
         """Seconds of a pack, of a batch at most, from those of the last step."""
         used, ranks = self._trainer.used, parallel_state.get_data_parallel_world_size()
         if message is not None:
@@ -129,8 +129,8 @@ class Ahead:
 
     def _begin(self, envelope: Envelope | None) -> None:
         assert envelope is not None
-        message = envelope.message
-        assert isinstance(message, NextBatch)
+        assert isinstance(envelope.message, NextBatch)
+        message = envelope.message.job
         batch = steps.batch_of(self._trainer, message, envelope.buffers)
         self._trainer.begin(batch, message.loss)
         self._message, self._buffers = message, envelope.buffers
@@ -168,7 +168,11 @@ class Ahead:
         another one."""
         if link is not None:  # announced too late
             late = link.next_batch
-            if late is not None and _are_same(late.message, late.buffers, message, buffers):
+            if (
+                late is not None
+                and isinstance(late.message, NextBatch)
+                and _are_same(late.message.job, late.buffers, message, buffers)
+            ):
                 link.next_batch = None
         begun, announced = self._trainer.begun, self._message
         self.taken_s = 0.0

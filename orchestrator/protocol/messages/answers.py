@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from orchestrator.errors import JobFailed
 from orchestrator.protocol.messages.base import ErrorCode, Message
 from orchestrator.protocol.messages.batches import BatchSpecs
 from orchestrator.protocol.messages.json_fields import Json
@@ -45,6 +46,11 @@ class Failed(Message):
     remedy: str
     steps_taken: int = Field(default=0, ge=0)
     """Training: optimizer steps that this request took before the failure. They remain."""
+
+    def as_error(self, *, node: str) -> JobFailed:
+        """Return the exception of whoever waits; `node` sent this message."""
+        fields = self.model_dump(exclude={"kind", "request_id", "node"})
+        return JobFailed(node=node, **fields)
 
 
 class Cancelled(Message):

@@ -14,7 +14,7 @@ AnyMessage = (
     # client -> orchestrator -> trainer
     | jobs.NextBatch
     # orchestrator -> trainer and launcher
-    | jobs.OperationJob | trainer.TrainMerged | trainer.SaveCheckpoint
+    | jobs.RunJob
     | trainer.PlanPublication | trainer.OpenTransferGroup | trainer.UseLayout | trainer.SendWeights
     | trainer.AbortSend | trainer.ReleaseMemory | trainer.StartTrainer | trainer.StopTrainer
     # orchestrator -> inference node

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import uuid
 from typing import Annotated, Literal
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from orchestrator.errors import ConfigError
 from orchestrator.errors import ErrorCode as ErrorCode
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 """The orchestrator answers `Rejected` to peers of another version."""
 
 Transport = Literal["tcp", "nccl"]
@@ -37,16 +38,21 @@ class Message(BaseModel):
     )
 
 
+def new_id(prefix: str) -> str:
+    """Return a fresh request, job or client id."""
+    return f"{prefix}-{uuid.uuid4().hex[:12]}"
+
+
 class Request(Message):
     """Base of what the orchestrator asks a node to do."""
 
-    request_id: str
+    request_id: str = Field(default_factory=functools.partial(new_id, "request"))
     deadline_s: float = Field(gt=0)
     """Seconds from receipt within which the node must complete or fail the request."""
 
 
 class TensorSpec(Message):
-    """One tensor of a manifest, or one raw buffer behind a body. `shape` is in elements,
+    """One tensor of a manifest, or one raw buffer after a body. `shape` is in elements,
     row-major."""
 
     name: str = Field(max_length=1024)
@@ -73,11 +79,6 @@ _NODE_ID: TypeAdapter[str] = TypeAdapter(NodeId)
 
 CANARY = "canary"
 """Prefix of the ids of a canary's requests."""
-
-
-def new_id(prefix: str) -> str:
-    """Return a fresh request, job or client id."""
-    return f"{prefix}-{uuid.uuid4().hex[:12]}"
 
 
 def check_node_id(text: str) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from orchestrator.protocol.messages.base import Message, Role
 from orchestrator.protocol.messages.jobs import JobSpec
@@ -20,14 +20,6 @@ class SubmitJob(Message):
     job: JobSpec
     progress: bool = True
     """Whether to send the job's `Progress`. False: send the outcome only."""
-
-    @model_validator(mode="after")
-    def _leaves_the_request_open(self) -> Self:
-        for name in ("request_id", "deadline_s"):
-            field = type(self.job).model_fields.get(name)
-            if field is not None and getattr(self.job, name) != field.default:
-                raise ValueError(f"the orchestrator sets a job's {name}; leave it out")
-        return self
 
 
 class CancelJob(Message):

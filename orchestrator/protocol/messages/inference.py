@@ -83,7 +83,7 @@ class PrepareShadow(Request):
     base_version: int | None = Field(default=None, ge=0)
     """As in `ReceiveWeights`."""
     budget_bytes: int = Field(ge=0)
-    """Most bytes that each worker may use beside its model."""
+    """Most bytes that each worker may use in addition to its model."""
 
 
 class SwapWeights(Request):

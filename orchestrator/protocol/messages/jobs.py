@@ -1,13 +1,12 @@
 """Jobs: what a client submits.
 
-An `Operation` is a job that the trainer runs as it is: the orchestrator adds a request id and a
-deadline and sends it on. The other jobs take more than one request, and exist between client and
-orchestrator only.
+`RunJob` asks the trainer to run one. `InitialSync`, `Publish` and `Resync` take other requests, and
+exist between client and orchestrator only.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Protocol, Self, TypeVar
+from typing import Annotated, ClassVar, Literal, Protocol, TypeVar
 
 from pydantic import Field
 
@@ -37,19 +36,6 @@ class JobOf(Protocol[R_co]):
     def result_type(self) -> type[R_co]:
         """The model of the job's `Completed.result`."""
         ...
-
-
-class Operation(Request):
-    """Base of the jobs that are one request to the trainer."""
-
-    request_id: str = ""
-    """The orchestrator sets it. Empty in a job."""
-    deadline_s: float = Field(default=3600.0, gt=0)
-    """The orchestrator sets it."""
-
-    def as_request(self, *, request_id: str, deadline_s: float) -> Self:
-        """Return the request to the trainer."""
-        return self.model_copy(update={"request_id": request_id, "deadline_s": deadline_s})
 
 
 class _Batch(Message):
@@ -85,35 +71,24 @@ class TrainStep(_Batch):
     optim: OptimParams = OptimParams()
 
 
-class InitialSyncJob(Message):
+class InitialSync(Message):
     """Join the transfer group and publish the trainer's weights as `name@0`."""
 
-    kind: Literal["InitialSyncJob"] = "InitialSyncJob"
+    kind: Literal["InitialSync"] = "InitialSync"
     result_type: ClassVar[type[PublishResult]] = PublishResult
     replicas: int | None = Field(default=None, ge=1)
     """Number of replicas to wait for. None: all of the run. Others receive it once they are ready.
     """
 
 
-class TrainMergedJob(TrainStep):
+class TrainMerged(TrainStep):
     """Train, then publish the merged weights as the next version."""
 
-    kind: Literal["TrainMergedJob"] = "TrainMergedJob"
+    kind: Literal["TrainMerged"] = "TrainMerged"
     result_type: ClassVar[type[TrainMergedResult]] = TrainMergedResult
 
 
-class NextBatch(TrainStep):
-    """What the next `TrainMergedJob` will bring. Nothing answers, and nothing depends on it.
-
-    The orchestrator passes one on during each training job. The trainer may begin the batch's
-    passes while it writes the present job's checkpoint, and continues with them in the job with the
-    same batch and loss. Any other job makes it forget them. `optim` is ignored.
-    """
-
-    kind: Literal["NextBatch"] = "NextBatch"
-
-
-class TrainLora(Operation, TrainStep):
+class TrainLora(TrainStep):
     """Train, then write the adapter in PEFT format to `output_dir`. Nothing is published."""
 
     kind: Literal["TrainLora"] = "TrainLora"
@@ -121,18 +96,18 @@ class TrainLora(Operation, TrainStep):
     output_dir: str
 
 
-class ResyncJob(Message):
+class Resync(Message):
     """Send the whole served version to every replica again and verify every live tensor.
 
     The alias stays. After a failed publication that left nothing served, send the newest version
     that was.
     """
 
-    kind: Literal["ResyncJob"] = "ResyncJob"
+    kind: Literal["Resync"] = "Resync"
     result_type: ClassVar[type[PublishResult]] = PublishResult
 
 
-class Forward(Operation):
+class Forward(Message):
     """Log-prob and entropy of every token: `Completed` carries the buffers of FORWARD_RESULTS."""
 
     kind: Literal["Forward"] = "Forward"
@@ -145,7 +120,7 @@ class Forward(Operation):
     """False: use the base model, which is the reference policy."""
 
 
-class ForwardBackward(Operation, _Batch):
+class ForwardBackward(_Batch):
     """Add the batch's gradient to the pending ones, which the next `OptimStep` uses.
 
     The result's metrics are the batch's own, over all ranks. A refused batch leaves the
@@ -161,7 +136,7 @@ class ForwardBackward(Operation, _Batch):
     with the adapters' dropout, of every token, with loss or without."""
 
 
-class OptimStep(Operation):
+class OptimStep(Message):
     """Reduce the pending gradients over the ranks, divide once, and step. Nothing is published or
     saved.
 
@@ -174,10 +149,10 @@ class OptimStep(Operation):
     optim: OptimParams = OptimParams()
 
 
-class SaveCheckpointJob(Message):
+class SaveCheckpoint(Message):
     """Write the trainer's state, without pending gradients, to a folder on the trainer's host."""
 
-    kind: Literal["SaveCheckpointJob"] = "SaveCheckpointJob"
+    kind: Literal["SaveCheckpoint"] = "SaveCheckpoint"
     result_type: ClassVar[type[SaveCheckpointResult]] = SaveCheckpointResult
     checkpoint_dir: str = Field(min_length=1)
     """On the trainer's host. As in every job, a relative path is relative to the run's folder."""
@@ -185,8 +160,8 @@ class SaveCheckpointJob(Message):
     """The client's own state, such as its data position. `LoadCheckpoint` returns it."""
 
 
-class LoadCheckpoint(Operation):
-    """Restore what a `SaveCheckpointJob` or a `TrainMergedJob` wrote.
+class LoadCheckpoint(Message):
+    """Restore what a `SaveCheckpoint` or a `TrainMerged` wrote.
 
     Pending gradients are dropped; the result has the number of batches. A refused checkpoint
     changes nothing. The served version stays until the next job that publishes.
@@ -197,7 +172,7 @@ class LoadCheckpoint(Operation):
     checkpoint_dir: str = Field(min_length=1)
 
 
-class LoadAdapter(Operation):
+class LoadAdapter(Message):
     """Replace the trainer's adapter by a PEFT adapter, with a fresh optimizer.
 
     Pending gradients are dropped; the result has the number of batches. A refused adapter changes
@@ -210,7 +185,7 @@ class LoadAdapter(Operation):
     """A folder on each of the trainer's hosts."""
 
 
-class NewAdapter(Operation):
+class NewAdapter(Message):
     """Replace the trainer's adapter by a fresh one, which changes nothing yet, of another rank or
     on other linears, with a fresh optimizer.
 
@@ -231,7 +206,7 @@ class NewAdapter(Operation):
     """Of the adapter's first values. None: the trainer's `seed`."""
 
 
-class ExportHf(Operation):
+class ExportHf(Message):
     """Write the merged model as an HF checkpoint into a new folder, which appears whole or not at
     all."""
 
@@ -240,13 +215,13 @@ class ExportHf(Operation):
     output_dir: str = Field(min_length=1)
     """A new folder on the trainer's host."""
     shard_bytes: int = Field(default=5 * 10**9, gt=0)
-    """Largest safetensors file, unless one tensor alone is larger."""
+    """Largest safetensors file, unless a single tensor is larger."""
     fp8_like: str | None = Field(default=None, min_length=1)
     """A checkpoint of this model in block-scaled FP8, on the host of the trainer's rank 0. The
     export then has FP8 weights where that one has them. None: bf16, or the trainer's dtype."""
 
 
-class PublishJob(Message):
+class Publish(Message):
     """Save the trainer's present state as the next version and publish it, as after `OptimStep`
     jobs.
 
@@ -254,33 +229,55 @@ class PublishJob(Message):
     is lost meanwhile, they are lost with it, and the next job fails and says so.
     """
 
-    kind: Literal["PublishJob"] = "PublishJob"
+    kind: Literal["Publish"] = "Publish"
     result_type: ClassVar[type[PublishResult]] = PublishResult
     refuses_pending: bool = False
     """Refuse the job while gradients are pending, such as another client's."""
 
 
-TrainLoraJob = TrainLora
-ForwardJob = Forward
-ForwardBackwardJob = ForwardBackward
-OptimStepJob = OptimStep
-LoadCheckpointJob = LoadCheckpoint
-LoadAdapterJob = LoadAdapter
-NewAdapterJob = NewAdapter
-ExportHfJob = ExportHf
-"""The operations under the names that `splice` exports to users, where every job ends in "Job"."""
-
-OperationJob = (
+Operation = (
     TrainLora
     | Forward
     | ForwardBackward
     | OptimStep
+    | SaveCheckpoint
     | LoadCheckpoint
     | LoadAdapter
     | NewAdapter
     | ExportHf
 )
+"""Jobs that are one request to the trainer."""
 JobSpec = Annotated[
-    InitialSyncJob | TrainMergedJob | SaveCheckpointJob | PublishJob | ResyncJob | OperationJob,
-    Field(discriminator="kind"),
+    InitialSync | TrainMerged | Publish | Resync | Operation, Field(discriminator="kind")
 ]
+
+
+class NextBatch(Message):
+    """The next `TrainMerged`, ahead of time. Nothing answers, and nothing depends on it.
+
+    The orchestrator passes one on during each training job. The trainer may begin the batch's
+    passes while it writes the present job's checkpoint, and continues with them in the job with the
+    same batch and loss. Any other job makes it forget them. `optim` is ignored.
+    """
+
+    kind: Literal["NextBatch"] = "NextBatch"
+    job: TrainMerged
+    """Its buffers follow the body."""
+
+
+class RunJob(Request):
+    """Run one job on the trainer. The batch's buffers, if any, follow the body.
+
+    `Completed` has the job's result. The state that `TrainMerged` and `SaveCheckpoint` write is
+    durable before it: the trainer flushes every file, writes the marker last, then renames the
+    folder.
+    """
+
+    kind: Literal["RunJob"] = "RunJob"
+    job: Annotated[TrainMerged | Operation, Field(discriminator="kind")]
+    version: int = Field(default=0, ge=0)
+    """The version of the state that `TrainMerged` or `SaveCheckpoint` writes."""
+    checkpoint_dir: str = ""
+    """TrainMerged: where it writes. The other jobs name their folders."""
+    delete_after: tuple[str, ...] = ()
+    """Checkpoints to delete once the new one is complete. The answer does not wait for that."""

@@ -103,4 +103,4 @@ def _plain_dict(value: dict[Any, Any]) -> dict[str, Any]:
 
 
 ClientState = Annotated[dict[str, Any], AfterValidator(_shallow), AfterValidator(_plain_json)]
-"""A JSON object. The trainer writes it as JSON beside its state."""
+"""A JSON object. The trainer writes it as JSON next to its state."""

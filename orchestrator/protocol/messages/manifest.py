@@ -41,7 +41,7 @@ class Manifest(Message):
         return sum(t.nbytes for t in self.tensors)
 
     def part(self, indices: Sequence[int]) -> Manifest:
-        """Return the manifest of these tensors alone, in this order."""
+        """Return the manifest of only these tensors, in this order."""
         return Manifest(tensors=tuple(self.tensors[i] for i in indices))
 
 
@@ -86,7 +86,7 @@ FP8_BLOCK = 128
 def fp8_places(manifest: Manifest, fp8: Fp8Weights | None) -> list[tuple[int, ...]]:
     """For each tensor of the trainer's manifest: the indices of what is sent for it. Pure.
 
-    They are the tensor, or its e4m3 weight and the scale behind it.
+    One index: the tensor. Two: its e4m3 weight and, after it, the scale.
     """
     quantised = {i for group in fp8.groups for i in group.tensors} if fp8 is not None else set()
     places, at = [], 0

@@ -1,4 +1,4 @@
-"""Requests to the trainer and its launchers, besides the operations that are jobs already."""
+"""Requests to the trainer and its launchers, in addition to `RunJob`."""
 
 from __future__ import annotations
 
@@ -7,33 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from orchestrator.protocol.messages.base import Message, Request, Transport
-from orchestrator.protocol.messages.jobs import TrainStep
-from orchestrator.protocol.messages.json_fields import ClientState
 from orchestrator.protocol.messages.manifest import Fp8Weights, WireLayout
-
-
-class TrainMerged(Request, TrainStep):
-    """Train towards `version`. The state is durable in `checkpoint_dir` before `Completed`."""
-
-    kind: Literal["TrainMerged"] = "TrainMerged"
-    version: int = Field(ge=1)
-    checkpoint_dir: str
-    delete_after: tuple[str, ...] = ()
-    """Checkpoints to delete once the new one is complete. The answer does not wait for that."""
-
-
-class SaveCheckpoint(Request):
-    """Write adapters (PEFT format in `<dir>/adapter`) or full weights, optimizer and version.
-
-    The trainer flushes every file, writes the marker last, then renames the folder.
-    """
-
-    kind: Literal["SaveCheckpoint"] = "SaveCheckpoint"
-    version: int = Field(ge=0)
-    checkpoint_dir: str
-    client_state: ClientState = Field(default={})
-    delete_after: tuple[str, ...] = ()
-    """Checkpoints to delete once the new one is complete. The answer does not wait for that."""
 
 
 class ReleaseMemory(Request):

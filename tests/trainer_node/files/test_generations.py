@@ -332,7 +332,7 @@ def test_only_ours_is_replaced(tmp_path: Path) -> None:
 
 
 def test_retention() -> None:
-    from orchestrator.retention import expired
+    from orchestrator.storage.retention import expired
 
     assert expired([0, 1, 2, 3], new=4, keep=None, protected=[]) == []
     assert expired([0, 1, 2, 3], new=4, keep=2, protected=[3]) == [0, 1, 2]

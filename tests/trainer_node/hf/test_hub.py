@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from orchestrator.protocol.config import ParallelConfig
-from orchestrator.protocol.messages import ForwardJob, forward_specs
+from orchestrator.protocol.messages import Forward, forward_specs
 from tests.orchestrator.run import Run
 from tests.trainer_node import bounds
 from tests.trainer_node.conftest import REPO, child_env
@@ -151,7 +151,7 @@ def test_two_hosts_a_hub_id_and_a_prefix(models, tmp_path: Path, monkeypatch) ->
                     seen.extend(environment(zero) + environment(one))
 
             envelope = run.client._run(
-                ForwardJob(tensors=specs),
+                Forward(tensors=specs),
                 [tokens.tobytes(), lengths.tobytes()],
                 timeout_s=150,
                 on_progress=look,

@@ -13,10 +13,10 @@ import torch
 
 from orchestrator.errors import JobFailed
 from orchestrator.protocol.messages import (
-    ForwardBackwardJob,
-    InitialSyncJob,
-    TrainLoraJob,
-    TrainMergedJob,
+    ForwardBackward,
+    InitialSync,
+    TrainLora,
+    TrainMerged,
 )
 from tests.orchestrator.run import TOKEN, Run
 from tests.trainer_node.data import arrays, training
@@ -53,12 +53,12 @@ def three_jobs(
         run.orchestrator._versions._config = run.config.model_copy(update={"ready_timeout_s": 90.0})
         replica = Replica(endpoint=run.endpoint, node_id="inference-0", token=TOKEN).start()
         run.nodes.append(replica)
-        lora = TrainLoraJob(output_dir=str(folder / "lora"), **fields)
-        for job in (InitialSyncJob(), lora, TrainMergedJob(**fields)):
+        lora = TrainLora(output_dir=str(folder / "lora"), **fields)
+        for job in (InitialSync(), lora, TrainMerged(**fields)):
             if job is lora:  # what was published first came from PEFT's adapter
                 assert all(torch.equal(t, first[n]) for n, t in replica.tensors.items())
             result = run.client.run(
-                job, buffers=buffers if job.kind != "InitialSyncJob" else (), timeout_s=150
+                job, buffers=buffers if job.kind != "InitialSync" else (), timeout_s=150
             )
             now = ranks(launcher)
             alive.append(len(now))
@@ -73,7 +73,7 @@ def three_jobs(
                 JobFailed, match=r"memory mode is 'exit'.*Submit TrainMerged"
             ) as refused:
                 run.client.run(
-                    ForwardBackwardJob(loss=fields["loss"], tensors=fields["tensors"]),
+                    ForwardBackward(loss=fields["loss"], tensors=fields["tensors"]),
                     buffers=buffers,
                     timeout_s=60,
                 )

@@ -12,8 +12,8 @@ import torch
 from orchestrator.errors import JobFailed
 from orchestrator.protocol.messages import (
     ErrorCode,
-    InitialSyncJob,
-    TrainMergedJob,
+    InitialSync,
+    TrainMerged,
     TrainMergedResult,
 )
 from tests.orchestrator.run import TOKEN, Run
@@ -23,7 +23,7 @@ from tests.trainer_node.launched import Replica, ranks, trainer
 
 def run_job(run: Run, loss: str, seed: int = 1) -> TrainMergedResult:
     fields, buffers = training(arrays(seed), name=loss)
-    return run.client.run(TrainMergedJob(**fields), buffers=buffers, timeout_s=150)
+    return run.client.run(TrainMerged(**fields), buffers=buffers, timeout_s=150)
 
 
 def test_no_batch_ends_the_trainer_for_good(models, tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_no_batch_ends_the_trainer_for_good(models, tmp_path: Path) -> None:
         run.orchestrator._versions._config = run.config.model_copy(update={"ready_timeout_s": 90.0})
         replica = Replica(endpoint=run.endpoint, node_id="inference-0", token=TOKEN).start()
         run.nodes.append(replica)
-        run.client.run(InitialSyncJob(), timeout_s=120)
+        run.client.run(InitialSync(), timeout_s=120)
         run_job(run, "cross_entropy")
         for _ in range(2):  # each ends two processes, and the launcher restarts two at most
             with pytest.raises(JobFailed, match="2 processes of the trainer") as failed:
@@ -69,7 +69,7 @@ def ordinary(model: Path, folder: Path) -> list[torch.Tensor]:
         run.orchestrator._versions._config = run.config.model_copy(update={"ready_timeout_s": 90.0})
         replica = Replica(endpoint=run.endpoint, node_id="inference-0", token=TOKEN).start()
         run.nodes.append(replica)
-        run.client.run(InitialSyncJob(), timeout_s=120)
+        run.client.run(InitialSync(), timeout_s=120)
         for seed in (1, 2):
             run_job(run, "cross_entropy", seed=seed)
         replica.on_LeaveTransferGroup(None)

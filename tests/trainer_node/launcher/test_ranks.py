@@ -22,7 +22,7 @@ from orchestrator.errors import ConfigError, LinkLost, NodeLost
 from orchestrator.processes.restarts import EXIT_LINK_LOST, START_ID
 from orchestrator.protocol.config import ParallelConfig, TrainerConfig
 from orchestrator.protocol.frames import Envelope
-from orchestrator.protocol.messages import InitialSyncJob, Shutdown, TrainMergedJob
+from orchestrator.protocol.messages import InitialSync, Shutdown, TrainMerged
 from tests.orchestrator.fake_nodes import soon
 from tests.orchestrator.run import TOKEN, Run
 from tests.trainer_node.conftest import REPO, child_env
@@ -40,7 +40,7 @@ def test_a_killed_rank_is_back_within_seconds(models, tmp_path: Path) -> None:
     then the launcher.
     """
     fields, buffers = training(arrays(1), name="cross_entropy")
-    job, parallel = TrainMergedJob(**fields), ParallelConfig(world_size=2)
+    job, parallel = TrainMerged(**fields), ParallelConfig(world_size=2)
     with (
         Run(tmp_path, transfer_timeout_s=60.0) as run,
         trainer(run, models["dense_tied"], tmp_path, max_restarts=3, parallel=parallel) as launcher,
@@ -48,7 +48,7 @@ def test_a_killed_rank_is_back_within_seconds(models, tmp_path: Path) -> None:
         replica = Replica(endpoint=run.endpoint, node_id="inference-0", token=TOKEN).start()
         run.nodes.append(replica)
         assert soon(lambda: run.states().get("trainer") == "ready", 120)
-        run.client.run(InitialSyncJob(), timeout_s=60)
+        run.client.run(InitialSync(), timeout_s=60)
         run.client.run(job, buffers=buffers, timeout_s=60)
         for name in ("splice-rank-0", "splice-rank-1"):
             before = ranks(launcher)

@@ -31,7 +31,7 @@ from orchestrator.protocol.messages import (
     SaveCheckpoint,
     TrainMerged,
 )
-from tests.trainer_node.data import arrays, training
+from tests.trainer_node.data import arrays, asked, training
 from tests.trainer_node.worker import make_trainer, random_adapters
 from trainer_node.export.merged import Exporter
 from trainer_node.files import behind, generations
@@ -118,10 +118,8 @@ class Bench:
         self.jobs = Jobs(trainer, Exporter(trainer.model), Lockstep(trainer.model.control_group))
 
     def ask(self, kind: type, buffers: Any = (), **fields: Any) -> dict[str, Any]:
-        message = kind(request_id="r", deadline_s=60, **fields)
-        request = Request(
-            message=message, buffers=buffers, received_s=0, link=None, aborts={}, phase=""
-        )
+        sent = asked(kind, **fields)
+        request = Request(sent=sent, buffers=buffers, received_s=0, link=None, aborts={})
         return self.jobs.handlers[kind](request).result
 
     def save(self, version: int, *, folder: Path | None = None) -> dict[str, Any]:
@@ -508,7 +506,7 @@ def _steps(bench: Bench) -> None:
 
 
 def _message(fields: dict[str, Any]) -> TrainMerged:
-    return TrainMerged(request_id="r", deadline_s=60, version=1, checkpoint_dir="unused", **fields)
+    return TrainMerged(**fields)
 
 
 def check_what_has_no_base(bench: Bench, known: list[list[Any]]) -> None:

@@ -28,7 +28,7 @@ from orchestrator.protocol.messages import (
     TrainLora,
     TrainMerged,
 )
-from tests.trainer_node.data import arrays, training
+from tests.trainer_node.data import arrays, asked, training
 from tests.trainer_node.state.behind import Bench, replaced, same
 from tests.trainer_node.worker import make_trainer, random_adapters
 from trainer_node.files import bulk_files
@@ -50,7 +50,7 @@ class Link:
 
     def announce(self, values: dict[str, np.ndarray], **fields: Any) -> None:
         made, buffers = training(values)
-        message = NextBatch(**(made | {"optim": {"lr": 7.0}} | fields))
+        message = NextBatch(job=TrainMerged(**(made | {"optim": {"lr": 7.0}} | fields)))
         self.next_batch = Envelope(message=message, buffers=tuple(buffers))
 
 
@@ -64,14 +64,13 @@ class Ahead(Bench):
 
     def ask(self, kind: type, buffers: Any = (), **fields: Any) -> dict[str, Any]:
         """With a link, and with `left` in place of the write's own estimate."""
-        message = kind(request_id="r", deadline_s=60, **fields)
+        sent = asked(kind, **fields)
         request: Request[Any] = Request(
-            message=message,
+            sent=sent,
             buffers=buffers,
             received_s=time.monotonic(),
             link=self.link,  # type: ignore[arg-type]
             aborts={},
-            phase="",
         )
         ahead = self.jobs.ahead
         whole = ahead.while_writing
@@ -132,8 +131,7 @@ def bench_batch(bench: Ahead) -> Any:
     from trainer_node.training import steps
 
     fields, buffers = training(arrays(2))
-    message = NextBatch(**fields)
-    return steps.batch_of(bench.trainer, message, buffers)
+    return steps.batch_of(bench.trainer, TrainMerged(**fields), buffers)
 
 
 def check_another_batch_or_loss(bench: Ahead, known: list[Any], _: Any) -> None:
@@ -243,7 +241,7 @@ def check_that_packs_fit(bench: Ahead, _: list[Any], __: Any) -> None:
         return
     bench.link.announce(arrays(2))
     link: Any = bench.link
-    pack_s = ahead._pack_s(trainer.micro_batch_tokens, link.next_batch.message)
+    pack_s = ahead._pack_s(trainer.micro_batch_tokens, link.next_batch.message.job)
     assert 0 < pack_s < trainer.used.seconds
     ahead._begin_s = pack_s
     order, orders = ahead._order, []

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import ParallelConfig, TrainerConfig
 from orchestrator.protocol.messages import KlSpec, LossSpec, OptimParams, TrainLora
-from tests.trainer_node.data import make_batch
+from tests.trainer_node.data import asked, make_batch
 from tests.trainer_node.gradients import finalize, take_gradients
 from tests.trainer_node.training.operations import part
 from tests.trainer_node.worker import make_trainer
@@ -141,12 +141,10 @@ def check_bfloat16(model: Path, out: Path) -> None:
     node = Node(config, None)
     assert len(gc.get_objects()) < gc.get_freeze_count() // 10, "collections leave the start's out"
     trainer, exporter, batch = node.trainer, Exporter(node.trainer.model), make_batch()
-    message = TrainLora(
-        request_id="r", deadline_s=60, output_dir=str(out), tensors=(), loss=LOSS, optim=OPTIM
-    )
+    sent = asked(TrainLora, output_dir=str(out), tensors=(), loss=LOSS, optim=OPTIM)
     with pytest.raises(ConfigError, match=r"TrainLora \(use TrainMerged\) needs adapters"):
         Jobs(trainer, exporter, Lockstep(trainer.model.control_group)).train_lora(
-            Request(message=message, buffers=(), received_s=0.0, link=None, aborts={}, phase="")
+            Request(sent=sent, buffers=(), received_s=0.0, link=None, aborts={})
         )
     start = exported(exporter)
     assert {t.dtype for n, t in start.items() if n.endswith("_proj.weight")} == {

@@ -293,8 +293,6 @@ def training(spec: LossSpec, **more: int) -> TrainLora:
     """A job of learning rate 1e-2."""
     optim = OptimParams(lr=1e-2)
     return TrainLora(
-        request_id="r",
-        deadline_s=60,
         tensors=(),
         output_dir="nowhere",
         loss=spec,

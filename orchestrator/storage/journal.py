@@ -22,6 +22,7 @@ import msgpack
 
 from orchestrator.errors import ConfigError, JournalError
 from orchestrator.protocol.messages import PROTOCOL_VERSION
+from orchestrator.storage.files import sync_folder
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS run (token TEXT NOT NULL, name TEXT NOT NULL, started REAL NOT NULL);
@@ -155,7 +156,7 @@ class Journal:
                     file.write(buffer)
                 file.flush()
                 os.fsync(file.fileno())
-            _sync_folder(self._batches)
+            sync_folder(self._batches)
         except OSError as error:
             raise JournalError(
                 f"Cannot write the batch of a job to {self._batches}: {error}. "
@@ -373,11 +374,3 @@ def _is_large(buffers: Sequence[bytes | memoryview]) -> bool:
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

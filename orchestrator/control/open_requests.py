@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from orchestrator.control.liveness import stalled
 from orchestrator.errors import ErrorCode, JobFailed, JournalError, NodeLost, ProtocolError
-from orchestrator.liveness import stalled
 from orchestrator.protocol.messages import AnyMessage, Completed, Failed, Progress
 
 log = logging.getLogger("splice.orchestrator")
@@ -36,6 +36,11 @@ class OpenRequest:
     """Seconds from `started_s`, as the node has it."""
     last_progress_s: float
     next_sequence: int = 0
+
+    @property
+    def work(self) -> str:
+        """The kind of the message, or of the job that a `RunJob` has."""
+        return getattr(self.message, "job", self.message).kind  # type: ignore[no-any-return]
 
     def fail(self, *, code: str, message: str, remedy: str, is_answer: bool = True) -> None:
         """End the request with a `JobFailed` of the orchestrator's own."""
@@ -101,7 +106,7 @@ class OpenRequests:
         for entry in self.of_peer(peer_id):
             if entry.incarnation == incarnation:
                 request_id = str(entry.message.request_id)  # type: ignore[union-attr]
-                kind = entry.message.kind if entry.next_sequence else ""
+                kind = entry.work if entry.next_sequence else ""
                 return request_id.removesuffix(f"-{incarnation[:12]}"), kind
         return "", ""
 
@@ -137,17 +142,8 @@ class OpenRequests:
             return ""
         if isinstance(message, Completed):
             entry.done.set_result((message, buffers))
-            return entry.message.kind
-        entry.done.set_exception(
-            JobFailed(
-                code=message.code,
-                node=peer_id,
-                phase=message.phase,
-                message=message.message,
-                remedy=message.remedy,
-                steps_taken=message.steps_taken,
-            )
-        )
+            return entry.work
+        entry.done.set_exception(message.as_error(node=peer_id))
         return ""
 
     def _asked(self, peer_id: str, request_id: str) -> OpenRequest | None:

@@ -23,11 +23,12 @@ from pathlib import Path
 import zmq
 from pydantic import ValidationError
 
-from orchestrator.control_socket import Arrival, ControlSocket
+from orchestrator.control.control_socket import Arrival, ControlSocket
+from orchestrator.control.liveness import HEARTBEAT_S, LOST_AFTER_S, lost_peers
+from orchestrator.control.open_requests import Answer, OnProgress, OpenRequests
+from orchestrator.control.peers import LAUNCHER, Peer, Peers
+from orchestrator.control.waiting import Waits
 from orchestrator.errors import JournalError, NodeLost, ProcessEnded, ProtocolError
-from orchestrator.liveness import HEARTBEAT_S, LOST_AFTER_S, lost_peers
-from orchestrator.open_requests import Answer, OnProgress, OpenRequests
-from orchestrator.peers import LAUNCHER, Peer, Peers
 from orchestrator.processes.interfaces import reachable_url
 from orchestrator.processes.restarts import EXIT_AFRESH, EXIT_LINK_LOST
 from orchestrator.protocol.frames import (
@@ -58,7 +59,6 @@ from orchestrator.protocol.messages import (
     Unready,
     Welcome,
 )
-from orchestrator.waiting import Report, Waiting
 
 log = logging.getLogger("splice.orchestrator")
 OnClient = Callable[[str, Envelope], Awaitable[None]]
@@ -118,6 +118,10 @@ class ControlRouter:
         self._open = OpenRequests()
         self._table = Peers()
         self.peers, self.dropped = self._table.by_id, self._table.dropped
+        self.nodes, self.missing = self._table.nodes, self._table.missing
+        self.is_connected = self._table.is_connected
+        waits = Waits(self._table, lambda: reachable_url(self.endpoint))
+        self.wait, self.wait_ready, self.wait_heard = waits.wait, waits.wait_ready, waits.wait_heard
         self._tasks: list[asyncio.Task[None]] = []
         self.endpoint = ""
 
@@ -197,44 +201,6 @@ class ControlRouter:
             return await entry.done  # ended by the node, or by `_watch`
         finally:
             self._open.remove(entry)
-
-    async def wait_ready(
-        self,
-        peer_ids: Sequence[str],
-        *,
-        timeout_s: float,
-        one_is_enough: bool = False,
-        report: Report | None = None,
-    ) -> None:
-        """As `Peers.wait_ready`, and say whom the wait is for."""
-        say = self.waiting(report, timeout_s=timeout_s).say
-        await self._table.wait_ready(
-            peer_ids, timeout_s=timeout_s, one_is_enough=one_is_enough, say=say
-        )
-
-    def refuse_given_up(self, peer_ids: Sequence[str]) -> None:
-        """As `Peers.refuse_given_up`."""
-        self._table.refuse_given_up(peer_ids)
-
-    def missing(self, peer_ids: Sequence[str]) -> dict[str, str]:
-        """As `Peers.missing`."""
-        return self._table.missing(peer_ids)
-
-    def waiting(self, report: Report | None, *, timeout_s: float) -> Waiting:
-        """Return the speaker of a wait for nodes."""
-        return Waiting(report, endpoint=reachable_url(self.endpoint), timeout_s=timeout_s)
-
-    async def wait_heard(self, peer_ids: Sequence[str], *, since_s: float) -> None:
-        """As `Peers.wait_heard`."""
-        await self._table.wait_heard(peer_ids, since_s=since_s)
-
-    def is_connected(self, peer_id: str) -> bool:
-        """Whether the peer has sent `Hello` and is not lost."""
-        return self._table.is_connected(peer_id)
-
-    def nodes(self, role: str, *, state: str = "ready") -> list[str]:
-        """Return the ids of the nodes of this role in this state, sorted."""
-        return self._table.nodes(role, state=state)
 
     def forget(self, peer_id: str) -> None:
         """Remove a peer whose process was ended on purpose, and end the requests to it."""

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.errors import NodeLost
 from orchestrator.protocol.messages import Hello, MemoryUse
-from orchestrator.waiting import ABSENT
 
 log = logging.getLogger("splice.orchestrator")
 LOG_EVERY_S = 10.0
 """Seconds between two log lines about one peer's dropped messages."""
 LAUNCHER = "-launcher-"
 """Comes between a node's id and its host's rank, in the id of its launcher."""
+ABSENT = "not connected"
 GIVEN_UP_S = 60.0
 """Time for a supervisor, such as a kubelet, to start a launcher again that has given up, in
 seconds."""
-SAY_TURN_S = 1.0
-"""Longest silence within a wait, in seconds."""
 STRANGERS = "strangers"
 """Counts the dropped messages of connections without a `Hello`."""
 FORGOTTEN = "forgotten"
@@ -63,7 +60,8 @@ class Peers:
         self.by_id: dict[str, Peer] = {}
         self.dropped: Counter[str] = Counter()
         self._ids: dict[bytes, str] = {}
-        self._changed = asyncio.Condition()
+        self.changed = asyncio.Condition()
+        """Notified after a change of a peer's state."""
         self._next_log_s: dict[str, float] = {}
         self._given_up: dict[str, tuple[str, float]] = {}
         """Node -> why its launcher has given it up, and when, on the monotonic clock."""
@@ -103,9 +101,10 @@ class Peers:
         """Return a lost peer, or None if all live."""
         return next((i for i, peer in self.by_id.items() if peer.state == "lost"), None)
 
-    def nodes(self, role: str, *, state: str = "ready") -> list[str]:
-        """Return the ids of the nodes of this role in this state, sorted."""
-        return sorted(i for i, p in self.by_id.items() if p.hello.role == role and p.state == state)
+    def nodes(self, role: str) -> list[str]:
+        """Return the ids of the ready nodes of this role, sorted."""
+        ready = (i for i, p in self.by_id.items() if p.hello.role == role and p.state == "ready")
+        return sorted(ready)
 
     def is_connected(self, peer_id: str) -> bool:
         """Whether the peer has sent `Hello` and is not lost."""
@@ -119,8 +118,8 @@ class Peers:
         peer.state = state
         if detail is not None:
             peer.detail = detail
-        async with self._changed:
-            self._changed.notify_all()
+        async with self.changed:
+            self.changed.notify_all()
 
     def missing(self, peer_ids: Sequence[str]) -> dict[str, str]:
         """Return the nodes that are not ready, with their states."""
@@ -138,50 +137,6 @@ class Peers:
             why, since_s = self._given_up[node]
             if time.monotonic() >= since_s + GIVEN_UP_S:
                 raise NodeLost(f"{node} does not come back: {why}")
-
-    async def wait_ready(
-        self,
-        peer_ids: Sequence[str],
-        *,
-        timeout_s: float,
-        one_is_enough: bool = False,
-        say: Callable[[Mapping[str, str]], None] = lambda missing: None,
-    ) -> None:
-        """Wait until all these nodes, or one of them, are ready.
-
-        Args:
-            say: called with the missing nodes at once and every `SAY_TURN_S`.
-
-        Raises:
-            NodeLost: the timeout passed, or the launcher has given up a node that is needed; names
-                the missing nodes.
-        """
-
-        def is_enough() -> bool:
-            missing = len(self.missing(peer_ids))
-            return missing < len(peer_ids) if one_is_enough else not missing
-
-        deadline_s = time.monotonic() + timeout_s
-        while not is_enough():
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                states = ", ".join(f"{p} ({s})" for p, s in self.missing(peer_ids).items())
-                raise NodeLost(f"not ready within {timeout_s:.0f} s: {states}; read their logs")
-            if not one_is_enough:
-                self.refuse_given_up(peer_ids)
-            say(self.missing(peer_ids))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(left_s, SAY_TURN_S)), self._changed:
-                    await self._changed.wait_for(is_enough)
-
-    async def wait_heard(self, peer_ids: Sequence[str], *, since_s: float) -> None:
-        """Wait until each peer was heard after `since_s` or is lost: its state is then current."""
-        while any(
-            p.state != "lost" and p.last_seen_s <= since_s
-            for i in peer_ids
-            if (p := self.by_id.get(i)) is not None
-        ):
-            await asyncio.sleep(0.05)
 
     def drop(self, peer_id: str | None, why: str, *, defect: Exception | None = None) -> None:
         """Count a message that was dropped, and log it at most every LOG_EVERY_S."""

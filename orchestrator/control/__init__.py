@@ -1,0 +1,1 @@
+"""The orchestrator's end of the control protocol: who is connected, what was asked, who answers."""

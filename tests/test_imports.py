@@ -1,8 +1,9 @@
 """The import rule, by importing every module in a fresh interpreter and by reading every import
 statement.
 
-splice            imports neither torch, Megatron, vLLM nor transformers; of ours the orchestrator
-                  and the trainer's launcher. splice.tinker, which needs an extra, has numpy besides
+splice            imports neither torch, Megatron, vLLM nor transformers; of ours the orchestrator,
+                  the trainer's launcher and its registry of losses. splice.tinker, which needs an
+                  extra, has numpy too
 orchestrator      imports neither torch, Megatron, vLLM nor transformers, nor any other package of
                   ours
 weight_transfer   imports torch; of ours only message types and errors
@@ -19,8 +20,10 @@ from __future__ import annotations
 import ast
 import graphlib
 import json
+import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -41,7 +44,7 @@ HEAVY = (
 SHARED_BY_ALL = ("orchestrator.protocol", "orchestrator.errors", "orchestrator.processes")
 
 MAY_IMPORT_OF_OURS = {
-    "splice": ("splice", "orchestrator", "trainer_node.launcher"),
+    "splice": ("splice", "orchestrator", "trainer_node.launcher", "trainer_node.training.registry"),
     "orchestrator": ("orchestrator",),
     "weight_transfer": ("weight_transfer", *SHARED_BY_ALL),
     "trainer_node": ("trainer_node", "weight_transfer", *SHARED_BY_ALL),
@@ -235,17 +238,36 @@ def test_what_a_user_may_import_stays() -> None:
     import splice
 
     assert " ".join(splice.__all__) == (
-        "ASK ASK_CHAT AdapterResult AsyncSpliceClient Batch BatchBuffers Completion ConfigError "
-        "ContentChanged ExportHfJob ExportHfResult ForwardBackwardJob ForwardBackwardResult "
-        "ForwardJob ForwardResult InitialSyncJob JobFailed JobResult KlSpec LinkLost "
-        "LoadAdapterJob LoadCheckpointJob LoadCheckpointResult LossSpec NewAdapterJob NodeLost "
-        "OptimParams OptimStepJob OptimStepResult Progress ProtocolError PublishJob "
-        "PublishResult ResyncJob SaveCheckpointJob SaveCheckpointResult SpliceClient "
-        "SpliceError Status TensorSpec TrainLoraJob TrainLoraResult TrainMergedJob "
-        "TrainMergedResult VerificationError batch_specs completions_of group_advantages "
-        "grpo_batch sft_batch"
+        "ASK ASK_CHAT LOSS_PARAMETERS AdapterResult AsyncSpliceClient Batch BatchBuffers "
+        "Completion ConfigError ContentChanged ErrorCode ExportHfJob ExportHfResult "
+        "ForwardBackwardJob ForwardBackwardResult ForwardJob ForwardResult InitialSyncJob "
+        "JobFailed JobResult KlSpec LinkLost LoadAdapterJob LoadCheckpointJob "
+        "LoadCheckpointResult LossSpec MemoryUse NewAdapterJob NodeLost NodeStatus OptimParams "
+        "OptimStepJob OptimStepResult Progress ProtocolError PublishJob PublishResult ResyncJob "
+        "SaveCheckpointJob SaveCheckpointResult SpliceClient SpliceError Status TensorSpec "
+        "TrainLoraJob TrainLoraResult TrainMergedJob TrainMergedResult VerificationError "
+        "batch_specs completions_of group_advantages grpo_batch sft_batch"
     )
     assert all(getattr(splice, name).__doc__ for name in splice.__all__)
+
+
+def test_users_import_splice_and_nothing_else_of_ours() -> None:
+    """Examples, and the blocks of Python in every page."""
+    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    sources = [(p, p.read_text(encoding="utf-8")) for p in (ROOT / "examples").rglob("*.py")]
+    sources += [
+        (page, textwrap.dedent(block))
+        for page in pages
+        for block in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+    ]
+    wrong = {
+        (str(path.relative_to(ROOT)), name)
+        for path, source in sources
+        for name in imported_names(source, module=str(path))
+        if is_within(name, OURS) and not is_within(name, ("splice",))
+    }
+    assert len(sources) > 15
+    assert not wrong
 
 
 def test_weight_transfer_loads_torch_and_message_types_only() -> None:

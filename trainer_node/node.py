@@ -50,7 +50,7 @@ from trainer_node.ranks import heap
 from trainer_node.ranks.lockstep import Failure, Lockstep, has_diverged
 from trainer_node.request import Outcome, Request, classify
 from trainer_node.tools import admission
-from trainer_node.training.losses import loss_names
+from trainer_node.training.registry import loss_names
 from weight_transfer.nccl_group import nccl_version
 
 log = logging.getLogger("splice.trainer")

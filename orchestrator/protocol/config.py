@@ -250,7 +250,7 @@ class TrainerConfig(Settings):
     """Compile each decoder layer with torch.compile. The first steps are then slow."""
     loss_modules: tuple[str, ...] = ()
     """Python modules to import at the start, which register the user's losses
-    (`trainer_node.training.losses.register_loss`)."""
+    (`splice.losses.register_loss`)."""
     memory: MemoryMode = "resident"
     """What the trainer holds between jobs.
 

@@ -66,8 +66,8 @@ class LossSpec(Message):
 
     A loss is a sum over tokens. The optimizer step divides it once, as `normalize_by` says. The
     parameters left out take the defaults of `LOSS_PARAMETERS`; those that the loss does not have
-    are refused. A loss of the user's (`trainer_node.training.losses.register_loss`) takes its
-    parameters in `params`.
+    are refused. A loss of the user's (`splice.losses.register_loss`) takes its parameters in
+    `params`.
     """
 
     name: str = Field(default="grpo", pattern=r"^[a-z][a-z0-9_]*$", max_length=64)

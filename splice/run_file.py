@@ -30,7 +30,7 @@ from orchestrator.protocol.config import (
     TrainerConfig,
     check_alias_name,
 )
-from orchestrator.protocol.config_errors import config_error
+from orchestrator.protocol.messages.mistakes import config_error
 from orchestrator.publication.config import PublicationConfig
 
 FILE_NAME, RUN_JSON = "run.toml", "run.json"

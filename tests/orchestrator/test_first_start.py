@@ -20,8 +20,8 @@ from orchestrator.config import OrchestratorConfig
 from orchestrator.errors import ConfigError, JobFailed, NodeLost
 from orchestrator.processes import interfaces
 from orchestrator.protocol.config import TrainerConfig
-from orchestrator.protocol.config_errors import read_json
 from orchestrator.protocol.messages import Hello, InitialSyncJob
+from orchestrator.protocol.messages.mistakes import read_json
 from orchestrator.protocol.node_link import NodeLink
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.server import Orchestrator

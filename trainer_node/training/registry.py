@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.config_errors import check_loss_name
+from orchestrator.protocol.messages.mistakes import check_loss_name
 
 if TYPE_CHECKING:
     import torch

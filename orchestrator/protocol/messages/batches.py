@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from orchestrator.protocol.messages.base import Message, TensorSpec
+from orchestrator.protocol.messages.base import TensorSpec
+from orchestrator.protocol.messages.mistakes import UserInput
 
 ParamValue = bool | int | float | str
 TokenIds = Annotated[tuple[int, ...], Field(max_length=2**20, fail_fast=True)]
@@ -34,7 +35,7 @@ each."""
 _ALL_PARAMETERS = ("clip_low", "clip_high", "dual_clip", "ratio_cap")
 
 
-class KlSpec(Message):
+class KlSpec(UserInput):
     """A penalty in the loss on the distance to a reference policy.
 
     The term is `coefficient * sum_t estimator(log p_t, log p_t(reference))`. The gradients of `k2`
@@ -61,7 +62,7 @@ class KlSpec(Message):
         return self
 
 
-class LossSpec(Message):
+class LossSpec(UserInput):
     """A loss and its parameters.
 
     A loss is a sum over tokens. The optimizer step divides it once, as `normalize_by` says. The
@@ -136,7 +137,7 @@ class LossSpec(Message):
         return self
 
 
-class OptimParams(Message):
+class OptimParams(UserInput):
     """Parameters of one AdamW step."""
 
     lr: float = Field(default=1e-4, gt=0, allow_inf_nan=False)

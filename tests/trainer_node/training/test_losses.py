@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import LOSS_PARAMETERS, KlSpec, LossSpec
@@ -452,5 +451,5 @@ class TestSpec:
         ],
     )
     def test_refusals(self, fields: dict, message: str) -> None:
-        with pytest.raises(ValidationError, match=message):
+        with pytest.raises(ConfigError, match=message):
             LossSpec(**fields)

@@ -297,7 +297,7 @@ def _print_findings(
             highlight=False,
         )
     if not gpus:
-        console.print("no GPUs: nvidia-smi lists none", highlight=False)
+        console.print("no GPUs: NVML lists none", highlight=False)
 
 
 @app.command()

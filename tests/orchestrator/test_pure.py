@@ -22,7 +22,7 @@ from orchestrator.protocol.messages import Manifest, TensorSpec
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.state import REVERSIBLE, State, advance, after_failure
 from orchestrator.publication.verification import digest_mismatches
-from splice import preflight
+from splice import preflight, up
 from splice.batches import group_advantages
 from splice.run_file import RunFile, build, set_value
 from splice.smoke import config as smoke_config
@@ -467,8 +467,9 @@ def test_a_smoke_of_another_model_trains_and_serves_it(tmp_path: Path) -> None:
     assert not run.inference.enforce_eager or run.device == "cpu", "the file's own settings"
 
 
-def test_a_smoke_on_gpus_needs_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smoke_config, "list_gpus", list)
+def test_a_run_on_gpus_needs_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "list_gpus", tuple)
     run = smoke_run(None, ("device=cuda",), tiny=lambda: tmp_path)
-    with pytest.raises(ConfigError, match="lists no GPU here"):
-        smoke_config.check(SmokeConfig(run=run))
+    for check in (up.check, lambda run: smoke_config.check(SmokeConfig(run=run))):
+        with pytest.raises(ConfigError, match="NVML lists no GPU on this host"):
+            check(run)

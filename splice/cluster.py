@@ -40,8 +40,9 @@ class Cluster:
         run_token: the run's secret; empty: a new one.
         trainer_module: module that the trainer's ranks run. Tests that inject failures pass another
             one.
-        orchestrator_restarts, node_restarts: restarts after crashes within an hour that came after
-            the run's last progress; `node_restarts` of a killed trainer launcher or inference node.
+        orchestrator_restarts: restarts of the orchestrator after crashes within an hour that came
+            after the run's last progress.
+        node_restarts: the same of a killed trainer launcher or inference node.
         needs_all: whether a start waits for all replicas. Otherwise it continues without those that
             were given up, or are not ready in time, while another one is.
         measures_memory: `launcher.peak_bytes` has the most memory that all processes used.

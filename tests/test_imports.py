@@ -51,7 +51,18 @@ MAY_IMPORT_OF_OURS = {
     "inference_node": ("inference_node", "weight_transfer", *SHARED_BY_ALL),
 }
 ALLOWED = {"splice.tinker": ("numpy",)}
-"""What a package with an extra of its own may import all the same."""
+"""What a package with its own extra may import all the same."""
+TINKER = ("tinker", "fastapi", "uvicorn")
+EDGES = {
+    "splice.tinker": TINKER,
+    "splice.replica_router": ("aiohttp",),
+    "splice.ray_launcher": ("ray",),
+    "splice.report": ("matplotlib",),
+    "splice.rl.verifiers": ("verifiers", "renderers", "aiohttp"),
+}
+"""Optional part -> the packages of its extra. Only the part imports them, and the core does not
+import the part's packages."""
+EXTRAS = {name for names in EDGES.values() for name in names} | {"reasoning_gym"}
 FOLDERS_IN_CIRCLES = {
     "orchestrator",
     "orchestrator.processes",
@@ -267,6 +278,25 @@ def test_users_import_splice_and_nothing_else_of_ours() -> None:
         if is_within(name, OURS) and not is_within(name, ("splice",))
     }
     assert len(sources) > 15
+    assert not wrong
+
+
+def test_the_core_loads_no_extra() -> None:
+    needy = ("splice.tinker", "splice.replica_router")  # they import their extra at the top
+    modules = [m for m in modules_of("splice") if not is_within(m, needy)]
+    modules += [*modules_of("orchestrator"), "trainer_node", "inference_node"]
+    assert not loaded_after_importing(modules) & EXTRAS
+
+
+def test_only_its_part_imports_an_extra() -> None:
+    wrong: dict[str, list[str]] = {}
+    for package in NEVER:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            own = {n for part, ns in EDGES.items() if is_within(module, (part,)) for n in ns}
+            names = imported_names(path.read_text(encoding="utf-8"), module=module)
+            if found := [n for n in names if is_within(n, tuple(EXTRAS - own))]:
+                wrong[module] = found
     assert not wrong
 
 

@@ -164,7 +164,7 @@ class Cluster:
         self.launcher.start(node)
 
     def _wait_endpoint(self, killed_one: tuple[int, int] | None) -> str:
-        """Return the new endpoint. A killed orchestrator left its own file behind."""
+        """Return the new endpoint. A killed orchestrator left its own file."""
         path, deadline_s = self.run.run_dir / "endpoint", time.monotonic() + 60
         while _identity(path) in (None, killed_one):
             self.launcher.check()

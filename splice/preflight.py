@@ -110,7 +110,7 @@ def check_parallel(
 
 def check_quantization(inference: InferenceConfig) -> None:
     """Check that quantised weights and caches come with bfloat16: vLLM takes float32 for none of
-    them, and the canary allows float32's rounding alone.
+    them, and the canary allows only float32's rounding.
 
     Raises:
         ConfigError: names what is quantised.
@@ -165,7 +165,7 @@ def check_cpu_attention(model_config: dict[str, Any]) -> None:
     """
     model_config = language_part(model_config)
     if model_config.get("kv_lora_rank"):
-        return  # multi-latent attention has kernels of its own
+        return  # multi-latent attention has its own kernels
     head_dim = model_config.get("head_dim") or int(model_config["hidden_size"]) // int(
         model_config["num_attention_heads"]
     )

@@ -254,7 +254,7 @@ class _Plots:
 
 def phases_of(seconds: Mapping[str, float]) -> dict[str, float]:
     """Seconds of a step by what the trainer's side does. As far as a save begins the next batch,
-    it is training; publishing is what a job takes beside both."""
+    it is training; publishing is what a job takes in addition."""
     job = seconds.get("training", 0.0)
     train, save = seconds.get("job.train", job), seconds.get("job.save", 0.0)
     ahead = seconds.get("job.ahead", 0.0)

@@ -2,7 +2,7 @@
 
     run.toml -> roles_of -> Cluster (this host), slurm, ray_launcher, kubernetes
 
-A launcher only places roles and keeps them alive. What it alone knows, such as a host's address, it
+A launcher only places roles and keeps them alive. What only it knows, such as a host's address, it
 adds to the command.
 """
 
@@ -149,7 +149,7 @@ def check_several_hosts(run: RunFile) -> int:
     if curve_dir.name != "orchestrator":
         raise ConfigError(
             f"orchestrator.curve_dir is {curve_dir}; it must be the folder `orchestrator` that "
-            "`splice keys` made, because the other roles' folders are beside it"
+            "`splice keys` made, because the other roles' folders are next to it"
         )
     return int(port[1])
 

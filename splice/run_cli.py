@@ -371,7 +371,7 @@ def _last(lines: list[str], count: int) -> list[str]:
 @app.command()
 def samples(
     run: Run = _HERE,
-    step: Annotated[int | None, typer.Option(help="Of this step alone. Default: of all.")] = None,
+    step: Annotated[int | None, typer.Option(help="Only of this step. Default: of all.")] = None,
     best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
     contains: Annotated[
@@ -495,7 +495,7 @@ def tinker(
     """Serve Tinker's API in front of a run that is up, until interrupted.
 
     Clients set TINKER_BASE_URL to the printed URL, and TINKER_API_KEY to the content of the file
-    that is printed beside it.
+    that is printed next to it.
     """
 
     def on_url(url: str) -> None:
@@ -563,7 +563,7 @@ def _run_dir(path: Path) -> Path:
 
 
 def _loop_dir(path: Path) -> Path:
-    """Return the folder of the loop that the user means: a run's, or one of its own."""
+    """Return the folder of the loop that the user means: a run's, or a separate one."""
     if (path / decisions.LOG).is_file():
         return path
     return _run_dir(path) / decisions.LOOP_DIR

@@ -3,7 +3,7 @@
     run.toml + --set a.b=c -> RunFile -> OrchestratorConfig, TrainerConfig, InferenceConfig
 
 Every role reads the same file, on one host or on several. What two roles share (`name`, `model`,
-`device`, `dtype`) is at the top and may be set for one role alone in its table. Relative paths are
+`device`, `dtype`) is at the top and may be set for only one role in its table. Relative paths are
 relative to the file. `splice config schema` prints every key.
 """
 

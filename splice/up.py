@@ -349,7 +349,7 @@ def _router_status(run_dir: Path) -> dict[str, Any] | None:
 
 
 def _has_orchestrator(run_dir: Path, state: dict[str, Any]) -> bool:
-    """Whether an orchestrator should answer. A killed one leaves its endpoint behind."""
+    """Whether an orchestrator should answer. A killed one leaves its endpoint."""
     if not (run_dir / "endpoint").exists():
         return False
     may_be_elsewhere = not state  # `splice up` starts it on this host

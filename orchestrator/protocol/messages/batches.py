@@ -101,7 +101,7 @@ class LossSpec(UserInput):
 
     @property
     def needs_reference_passes(self) -> bool:
-        """Whether the trainer computes the reference's log-probs by passes of their own."""
+        """Whether the trainer computes the reference's log-probs in separate passes."""
         return self.kl is not None and self.kl.reference != "given"
 
     @model_validator(mode="before")

@@ -28,6 +28,7 @@ from orchestrator.protocol.messages import (
     TrainMergedJob,
     TrainMergedResult,
 )
+from splice.batches import Batch, grpo_batch
 from splice.client import run_watched
 from splice.cluster import Cluster
 from splice.smoke import proof as proving
@@ -156,7 +157,7 @@ class _Smoke:
         self._sequences = served.probe_sequences(vocab_size=self._vocab_size, prompts=prompts)
 
     def _train_and_publish(self, step: int) -> None:
-        batch, rollout_s = self._rollouts(step)
+        batch, reward, rollout_s = self._rollouts(step)
         job = TrainMergedJob(
             loss=LossSpec(name="grpo", allowed_token_ids=tuple(sorted(self._rewards))),
             optim=OptimParams(lr=self._config.lr),
@@ -167,9 +168,10 @@ class _Smoke:
         self._check_metrics(step, result.metrics)
         for text in result.warnings:
             self._display.done(escape(f"@{step}: {text}"))
-        self._after_version(result, reward=batch.reward_mean, rollout_s=rollout_s)
+        self._after_version(result, reward=reward, rollout_s=rollout_s)
 
-    def _rollouts(self, step: int) -> tuple[rollouts.Batch, float]:
+    def _rollouts(self, step: int) -> tuple[Batch, float, float]:
+        """Return a batch, its mean reward, and the seconds that it took."""
         job = f"{self._run.name}@{step}" if step <= self._config.steps else "TrainLora"
         self._display.phase(f"{job}: rollouts from {self._run.name}@{step - 1}")
         started_s = time.monotonic()
@@ -186,12 +188,12 @@ class _Smoke:
                 seed=step,
             )
         )
-        versions = {r.version for g in groups for r in g}
+        versions = rollouts.versions_of(groups)
         if versions != {step - 1}:
             self._fail(
                 f"@{step}: rollouts came from versions {sorted(versions)}, expected {step - 1}"
             )
-        return rollouts.build_batch(groups), time.monotonic() - started_s
+        return grpo_batch(groups), rollouts.mean_reward(groups), time.monotonic() - started_s
 
     def _after_version(
         self, result: PublishResult, *, reward: float | None, rollout_s: float
@@ -241,7 +243,7 @@ class _Smoke:
             )
 
     def _train_lora(self) -> None:
-        batch, rollout_s = self._rollouts(self._config.steps + 1)
+        batch, _, rollout_s = self._rollouts(self._config.steps + 1)
         output_dir = self._run.run_dir.absolute() / "lora_job"
         job = TrainLoraJob(
             loss=LossSpec(name="grpo", allowed_token_ids=tuple(sorted(self._rewards))),

@@ -276,8 +276,8 @@ def test_a_mistake_in_an_option_is_one_sentence():
     argv = [sys.executable, "-m", "splice", "smoke", "--set", "model=m"]
     argv += ["--set", "trainer.parallel.tensor=2", "--set", "trainer.parallel.world_size=3"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and "world_size 3 is not a multiple of tensor 2" in done.stdout
-    assert "pydantic" not in done.stdout
+    assert done.returncode == 2 and "world_size 3 is not a multiple of tensor 2" in done.stderr
+    assert "pydantic" not in done.stderr
 
 
 def test_the_smoke_run_takes_a_hub_id(tmp_path):
@@ -296,7 +296,7 @@ def test_the_smoke_run_takes_a_hub_id(tmp_path):
             [*argv, model], env=hub, capture_output=True, text=True, timeout=120, check=False
         )
         assert done.returncode == 2, done.stderr
-        said[model] = done.stdout
+        said[model] = done.stderr
     assert f"{snapshot} has no *.safetensors" in said["tiny/dense"]
     assert "tiny/other is not a local folder, and the Hub download failed" in said["tiny/other"]
 

@@ -44,7 +44,7 @@ from trainer_node.launcher import host as trainer_host
 class _Commands(TyperGroup):
     """Prints what a command raises as one sentence, and ends with exit code 2."""
 
-    def invoke(self, ctx: typer.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:

@@ -46,11 +46,6 @@ class SmokeConfig:
     max_tokens: int = 3
     trainer_module: str = "trainer_node"
 
-    @property
-    def tau(self) -> float:
-        """The fp32 proof's tolerance in nats."""
-        return TAU
-
 
 def smoke_run(
     file: Path | None,

@@ -33,7 +33,7 @@ from splice.client import run_watched
 from splice.cluster import Cluster
 from splice.smoke import proof as proving
 from splice.smoke import rollouts, served
-from splice.smoke.config import SmokeConfig, check
+from splice.smoke.config import TAU, SmokeConfig, check
 from splice.smoke.display import Display
 from splice.smoke.report import SmokeReport, print_table
 
@@ -237,7 +237,7 @@ class _Smoke:
                     "answer had the same reward, take a smaller --lr"
                 )
         gap = metrics.get("logprob_gap_max")
-        if gap is None or (self._run.trainer.dtype == "float32" and not gap < self._config.tau):
+        if gap is None or (self._run.trainer.dtype == "float32" and not gap < TAU):
             self._fail(
                 f"@{step}: trainer and sampler disagree on the sampled tokens' log-probs by {gap}"
             )
@@ -282,7 +282,7 @@ class _Smoke:
             trained=self._trained,
             sequences=self._sequences,
             work_dir=self._run.run_dir,
-            tau=self._config.tau if sharp else None,
+            tau=TAU if sharp else None,
             rounding_seed=trainer.seed if trainer.rounding == "stochastic" else None,
         )
         proof = proving.judge(
@@ -359,5 +359,5 @@ def _settings(config: SmokeConfig) -> dict[str, Any]:
     return {
         **{n: getattr(config, n) for n in _SETTINGS},
         "run": config.run.model_dump(mode="json"),
-        "tau": config.tau,
+        "tau": TAU,
     }

@@ -171,14 +171,13 @@ OPTIONAL_BATCH_TENSORS: dict[str, str] = {
 
 old_logprobs: the trainer's own, from `Forward` before the first step on this batch. Ratios then use
     them instead of the sampler's.
-reference_logprobs: of the reference policy, for `KlSpec(reference="given")`. routed_experts: [T,
-layers, top_k], the experts that the sampler's routers chose for token t *itself*.
-    The trainer's routers use them, in the policy and in a reference of base weights (router replay,
-    Ma et al. 2025, arXiv:2510.11370).
+reference_logprobs: of the reference policy, for `KlSpec(reference="given")`.
+routed_experts: [T, layers, top_k], the experts that the sampler's routers chose for token t
+    *itself*. The trainer's routers use them, in the policy and in a reference of base weights
+    (router replay, Ma et al. 2025, arXiv:2510.11370).
 temperatures: [T] or [S], the divisor of the sampler's logits. The trainer then computes all
-log-probs
-    and entropies, also a reference model's, from softmax(logits / temperature). Each must be finite
-    and at least MIN_TEMPERATURE, also where the mask is 0. Without the buffer it is 1.
+    log-probs and entropies, also a reference model's, from softmax(logits / temperature). Each must
+    be finite and at least MIN_TEMPERATURE, also where the mask is 0. Without the buffer it is 1.
 """
 
 MIN_TEMPERATURE = 0.01
@@ -215,13 +214,16 @@ def batch_specs(
         routing: the model's layers and experts per token, for routed_experts.
         token_temperatures: temperatures are [T]; else [S].
     """
+    shapes: dict[str, tuple[int, ...]] = {
+        "sequence_lengths": (num_sequences,),
+        "routed_experts": (num_tokens, *routing),
+    }
+    if not token_temperatures:
+        shapes["temperatures"] = (num_sequences,)
     wanted = BATCH_TENSORS | {n: d for n, d in OPTIONAL_BATCH_TENSORS.items() if n in optional}
-    return _specs(
-        wanted,
-        num_sequences=num_sequences,
-        num_tokens=num_tokens,
-        routing=routing,
-        token_temperatures=token_temperatures,
+    return tuple(
+        TensorSpec(name=n, dtype=d, shape=shapes.get(n, (num_tokens,)))  # type: ignore[arg-type]
+        for n, d in wanted.items()
     )
 
 
@@ -233,30 +235,11 @@ def forward_specs(
     token_temperatures: bool = False,
 ) -> tuple[TensorSpec, ...]:
     """Return the `tensors` field of a forward message. Arguments as in `batch_specs`."""
-    wanted = FORWARD_TENSORS | {n: d for n, d in OPTIONAL_FORWARD_TENSORS.items() if n in optional}
-    return _specs(
-        wanted,
+    known = FORWARD_TENSORS | OPTIONAL_FORWARD_TENSORS
+    specs = batch_specs(
         num_sequences=num_sequences,
         num_tokens=num_tokens,
+        optional=optional,
         token_temperatures=token_temperatures,
     )
-
-
-def _specs(
-    wanted: dict[str, str],
-    *,
-    num_sequences: int,
-    num_tokens: int,
-    routing: tuple[int, int] = (0, 0),
-    token_temperatures: bool,
-) -> tuple[TensorSpec, ...]:
-    shapes: dict[str, tuple[int, ...]] = {
-        "sequence_lengths": (num_sequences,),
-        "routed_experts": (num_tokens, *routing),
-    }
-    if not token_temperatures:
-        shapes["temperatures"] = (num_sequences,)
-    return tuple(
-        TensorSpec(name=n, dtype=d, shape=shapes.get(n, (num_tokens,)))  # type: ignore[arg-type]
-        for n, d in wanted.items()
-    )
+    return tuple(spec for spec in specs if spec.name in known)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -298,12 +299,7 @@ class _Smoke:
                 f"the adapter that TrainLora wrote equals the previous one: {moved:.1e} nats apart"
             )
         for row in self._report.versions:
-            row["max_logprob_diff"] = proof.to_own[row["version"]]
-            row["diff_to_previous"] = proof.to_previous.get(row["version"])
-            row["median_logprob_diff"] = proof.median_to_own[row["version"]]
-            row["median_diff_to_previous"] = proof.median_to_previous.get(row["version"])
-            row["median_rounding_diff"] = proof.rounding.get(row["version"])
-            row["way_from_previous"] = proof.way.get(row["version"])
+            row |= asdict(proof.versions[row["version"]])
         self._report.proof = {
             "tau": proof.tau if sharp else None,
             "perturbed": proof.perturbed,

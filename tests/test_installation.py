@@ -180,4 +180,5 @@ def test_the_wheel_has_types_and_no_benchmarks(tmp_path: Path) -> None:
     with zipfile.ZipFile(next((tmp_path / "out").glob("*.whl"))) as wheel:
         names = wheel.namelist()
     assert {name.partition("/")[0] for name in names if name.endswith(".py")} == set(ours)
-    assert {"splice/py.typed", "orchestrator/py.typed"} <= set(names)
+    typed = {"splice", "orchestrator", "trainer_node"}  # where public names are from
+    assert {f"{package}/py.typed" for package in typed} <= set(names)

@@ -161,6 +161,8 @@ class Cluster:
         node = role.process(
             self.run.run_dir, *more, python=python, env=self._env, restarts=restarts
         )
+        node.is_supervisor = role.kind != "serve"
+        node.group = "inference" if role.kind == "inference" else ""
         self.launcher.start(node)
 
     def _wait_endpoint(self, killed_one: tuple[int, int] | None) -> str:

@@ -76,8 +76,6 @@ class Role:
             env={**self.environment, **env},
             log_file=run_dir / "logs" / f"{self.name}.log",
             restarts=RestartBudget(restarts),
-            is_supervisor=self.kind in ("trainer", "inference"),
-            group="inference" if self.kind == "inference" else "",
         )
 
 

@@ -1,7 +1,7 @@
 # make smoke   from a fresh clone to a served tiny@2, on a CPU
 # make test    the CPU tests, each package in the environment it belongs to
 # make test-all   adds the slow ones: the rest of the parity matrix, repeats, every restart; make test-slice a tenth of them
-# make check   ruff, formatting, types, links of the docs; make docs builds the site alone, in build/site
+# make check   ruff, formatting, types, links of the docs; make docs builds only the site, in build/site
 # make chaos   a run under a nemesis for HOURS=2, with a fresh seed, then with real Megatron and vLLM
 # make envs-cuda, make smoke-cuda   the same on a CUDA machine with two GPUs; nothing else here needs one
 
@@ -19,7 +19,7 @@ LOCKS := requirements/torch-cpu.lock requirements/make_env.sh requirements/find_
 # Models and datasets are local folders: nothing asks a hub.
 export HF_HUB_OFFLINE = 1
 export VLLM_NO_USAGE_STATS = 1
-# The environments keep their bytecode, whatever the shell says: without it every process compiles torch, Megatron and vLLM anew.
+# The environments keep their bytecode, whatever the shell says: without it every process compiles torch, Megatron and vLLM again.
 unexport PYTHONDONTWRITEBYTECODE
 
 HOURS ?= 2
@@ -111,7 +111,7 @@ test-slice:
 mutants: dev
 	$(TRAINER)/bin/python -m pytest tests/trainer_node/test_mutants.py -m whole $(PYTEST_ARGS)
 
-# Each run has a seed of its own, printed first, and five minutes of faults; half of the time goes to fake nodes, half to real ones.
+# Each run has its own seed, printed first, and five minutes of faults; half of the time goes to fake nodes, half to real ones.
 chaos: dev
 	$(TRAINER)/bin/python -m tests.chaos --hours $(HOURS) $(CHAOS_ARGS)
 

@@ -33,6 +33,7 @@ from orchestrator.protocol.messages import (
     OptimParams,
     TrainMerged,
 )
+from splice.batches import grpo_batch
 from splice.cluster import Cluster
 from splice.run_file import RunFile
 from splice.smoke import rollouts
@@ -155,15 +156,15 @@ def merged_run(model: Path, *, seed: int, jobs: int, work: Path) -> Curve:
             groups = asyncio.run(
                 _sample(cluster.base_urls[0], prompts, rewards, task, seed=1000 * seed + job)
             )
-            versions = {r.version for g in groups for r in g}
+            versions = rollouts.versions_of(groups)
             if versions != {job - 1}:
                 raise RuntimeError(
                     f"job {job} was sampled from versions {versions}, not from {job - 1} alone"
                 )
-            batch = rollouts.build_batch(groups)
+            batch = grpo_batch(groups)
             spec = TrainMerged(loss=_loss(task), optim=_optim(task), tensors=batch.specs)
             metrics = cluster.client.run(spec, buffers=batch.buffers).metrics
-            curve["reward"].append(batch.reward_mean)
+            curve["reward"].append(rollouts.mean_reward(groups))
             curve["kl"].append(metrics["kl_mean"])
             curve["logprob_gap"].append(metrics["logprob_gap_max"])
     return curve
@@ -201,7 +202,7 @@ async def _answer_ids(base_url: str) -> dict[int, float]:
 
 async def _sample(
     base_url: str, prompts: list[str], rewards: dict[int, float], task: Task, *, seed: int
-) -> list[list[rollouts.Rollout]]:
+) -> list[list[rollouts.Scored]]:
     async with httpx.AsyncClient(base_url=base_url, timeout=120.0, trust_env=False) as http:
         return await rollouts.sample(
             http,

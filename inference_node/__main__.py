@@ -25,7 +25,7 @@ from orchestrator.processes.interfaces import reachable_host
 from orchestrator.processes.logs import log_to_stderr
 from orchestrator.processes.restarts import EXIT_CONFIG, EXIT_LINK_LOST
 from orchestrator.protocol.config import InferenceConfig
-from orchestrator.protocol.config_errors import read_json
+from orchestrator.protocol.messages.mistakes import read_json
 
 EXIT_FAILED = 3
 

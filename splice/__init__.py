@@ -2,12 +2,14 @@
 
     from splice import LossSpec, OptimParams, SpliceClient
 
-The command line is `splice` (`splice.cli`). `splice.cluster.Cluster` runs all roles on one host.
+`splice.rl` has the loop, `splice.losses` registers a loss of your own, and
+`splice.cluster.Cluster` runs all roles on one host. The command line is `splice` (`splice.cli`).
 """
 
 from orchestrator.errors import (
     ConfigError,
     ContentChanged,
+    ErrorCode,
     JobFailed,
     LinkLost,
     NodeLost,
@@ -16,6 +18,7 @@ from orchestrator.errors import (
     VerificationError,
 )
 from orchestrator.protocol.messages import (
+    LOSS_PARAMETERS,
     AdapterResult,
     ExportHf,
     ExportHfResult,
@@ -30,7 +33,9 @@ from orchestrator.protocol.messages import (
     LoadCheckpoint,
     LoadCheckpointResult,
     LossSpec,
+    MemoryUse,
     NewAdapter,
+    NodeStatus,
     OptimParams,
     OptimStep,
     OptimStepResult,
@@ -63,6 +68,7 @@ from splice.client import AsyncSpliceClient, BatchBuffers, SpliceClient
 __all__ = [
     "ASK",
     "ASK_CHAT",
+    "LOSS_PARAMETERS",
     "AdapterResult",
     "AsyncSpliceClient",
     "Batch",
@@ -70,6 +76,7 @@ __all__ = [
     "Completion",
     "ConfigError",
     "ContentChanged",
+    "ErrorCode",
     "ExportHf",
     "ExportHfResult",
     "Forward",
@@ -85,8 +92,10 @@ __all__ = [
     "LoadCheckpoint",
     "LoadCheckpointResult",
     "LossSpec",
+    "MemoryUse",
     "NewAdapter",
     "NodeLost",
+    "NodeStatus",
     "OptimParams",
     "OptimStep",
     "OptimStepResult",

@@ -21,9 +21,9 @@ from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import TensorSpec, batch_specs
 
 _IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-"""The second one: vLLM need not decode each token of the log-probs alone."""
+"""The second one: vLLM need not decode each token of the log-probs separately."""
 ASK = {"logprobs": 0, **_IDS}
-"""What a request to /v1/completions needs besides prompt and sampling settings."""
+"""What a request to /v1/completions needs in addition to prompt and sampling settings."""
 ASK_CHAT = {"logprobs": True, **_IDS}
 """The same for /v1/chat/completions."""
 

@@ -7,17 +7,19 @@ import importlib.metadata
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperGroup
 
 from orchestrator.config import OrchestratorConfig
 from orchestrator.errors import ConfigError, JournalError, SpliceError
@@ -38,7 +40,22 @@ from splice.smoke.run import run_smoke
 from splice.up import some_token
 from trainer_node.launcher import host as trainer_host
 
+
+class _Commands(TyperGroup):
+    """Prints what a command raises as one sentence, and ends with exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        except (SpliceError, JournalError, OSError, sqlite3.Error) as error:
+            typer.secho(f"splice: {error}", fg="red", err=True)
+            raise typer.Exit(2) from None
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -116,8 +133,6 @@ def smoke(
         interrupts = Interrupts()
         interrupts.install()
         result = run_smoke(config, console=console, check_interrupts=interrupts.check)
-    except SpliceError as error:
-        _die(console, error)
     except KeyboardInterrupt:
         console.print("interrupted; every process of the run was ended")
         raise typer.Exit(130) from None
@@ -147,15 +162,10 @@ def serve(
     SPLICE_RUN_TOKEN may hold the run's token; without it a new run makes one.
     """
     log_to_stderr()
-    try:
-        run = load(file, overrides or ())
-        config = run.orchestrator_config(run_token=some_token(run.run_dir), resume=resume)
-        bound = _old_endpoint(run.run_dir, config.endpoint, resume=resume)
-        asyncio.run(
-            _serve(config.model_copy(update={"endpoint": bound, "stop_on_term": stop_on_term}))
-        )
-    except (SpliceError, JournalError, OSError) as error:
-        _die(Console(stderr=True), error)
+    run = load(file, overrides or ())
+    config = run.orchestrator_config(run_token=some_token(run.run_dir), resume=resume)
+    bound = _old_endpoint(run.run_dir, config.endpoint, resume=resume)
+    asyncio.run(_serve(config.model_copy(update={"endpoint": bound, "stop_on_term": stop_on_term})))
 
 
 def _old_endpoint(run_dir: Path, endpoint: str, *, resume: bool) -> str:
@@ -213,26 +223,23 @@ def trainer(
     Endpoint and token come from the run's folder, or from SPLICE_ENDPOINT and SPLICE_RUN_TOKEN.
     """
     log_to_stderr()
-    try:
-        run, node_id = load(file, overrides or ()), "trainer"
-        os.environ.update(_trainer_variables(run.trainer))
-        os.environ[TOKEN] = token = run.token()  # the ranks read it
-        launch = trainer_host.TrainerLaunch(
-            endpoint=run.endpoint(),
-            config=node_file(run, node_id, run.trainer_config().model_dump_json(indent=1)),
-            python=str(run.trainer.python),
-            module=module,
-            node_id=node_id,
-            nodes=nodes,
-            node_rank=node_rank,
-            rendezvous=rendezvous,
-            prefix=tuple(trainer_host.split_prefix(prefix)),
-            max_restarts=run.trainer.max_restarts,
-            template=template,
-        )
-        code = trainer_host.run(launch, run_token=token)
-    except (SpliceError, OSError) as error:
-        _die(Console(stderr=True), error)
+    run, node_id = load(file, overrides or ()), "trainer"
+    os.environ.update(_trainer_variables(run.trainer))
+    os.environ[TOKEN] = token = run.token()  # the ranks read it
+    launch = trainer_host.TrainerLaunch(
+        endpoint=run.endpoint(),
+        config=node_file(run, node_id, run.trainer_config().model_dump_json(indent=1)),
+        python=str(run.trainer.python),
+        module=module,
+        node_id=node_id,
+        nodes=nodes,
+        node_rank=node_rank,
+        rendezvous=rendezvous,
+        prefix=tuple(trainer_host.split_prefix(prefix)),
+        max_restarts=run.trainer.max_restarts,
+        template=template,
+    )
+    code = trainer_host.run(launch, run_token=token)
     raise typer.Exit(code)
 
 
@@ -262,11 +269,8 @@ def doctor(
     """
     console = _console()
     gpus = doctoring.list_gpus()
-    try:
-        on_gpus = device == "cuda" or (device is None and bool(gpus))
-        findings = doctoring.diagnose(python=python, roles=role or (), on_gpus=on_gpus)
-    except ConfigError as error:
-        _die(console, error)
+    on_gpus = device == "cuda" or (device is None and bool(gpus))
+    findings = doctoring.diagnose(python=python, roles=role or (), on_gpus=on_gpus)
     fits = all(f.ok for f in findings) and (device != "cuda" or bool(gpus))
     if as_json:
         rows = {"packages": list(map(asdict, findings)), "gpus": list(map(asdict, gpus))}
@@ -297,7 +301,7 @@ def _print_findings(
             highlight=False,
         )
     if not gpus:
-        console.print("no GPUs: nvidia-smi lists none", highlight=False)
+        console.print("no GPUs: NVML lists none", highlight=False)
 
 
 @app.command()
@@ -322,7 +326,7 @@ def check(
         text = (
             f"--serve publishes the small model; for its own weights: splice smoke --model {model}"
         )
-        _die(_console(), ConfigError(text))
+        raise ConfigError(text)
     with tempfile.TemporaryDirectory() as folder:
         small = Path(folder) / "model"
         argv = python_command(
@@ -334,19 +338,14 @@ def check(
         env = python_environment({**os.environ, "CUDA_VISIBLE_DEVICES": ""})
         try:
             code = subprocess.run(argv, env=env, check=False).returncode
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
         except OSError as error:
-            _die(_console(), ConfigError(f"--trainer-python {trainer_python}: {error.strerror}"))
+            raise ConfigError(f"--trainer-python {trainer_python}: {error.strerror}") from error
         if code or not serve:
             raise typer.Exit(code)
-        try:
-            pythons = {"trainer": trainer_python, "inference": inference_python}
-            where = [f"run_dir={folder}/run", *(f"{r}.python={p}" for r, p in pythons.items())]
-            run = smoke_run(None, where, model=small, tiny=lambda: small)
-            result = run_smoke(SmokeConfig(run=run), console=_console())
-        except SpliceError as error:
-            _die(_console(), error)
+        pythons = {"trainer": trainer_python, "inference": inference_python}
+        where = [f"run_dir={folder}/run", *(f"{r}.python={p}" for r, p in pythons.items())]
+        run = smoke_run(None, where, model=small, tiny=lambda: small)
+        result = run_smoke(SmokeConfig(run=run), console=_console())
     raise typer.Exit(0 if result.ok else 1)
 
 
@@ -377,14 +376,11 @@ def keys(
         **{c: [("client", c)] for c in client},
     }
     taken = ["orchestrator", *(node_id for _, node_id in trainer)]
-    try:
-        for name in map(check_node_id, (*inference, *client)):
-            if name in taken:
-                raise ConfigError(f"the name {name} is taken; every node and client needs its own")
-            taken.append(name)
-        make_keys(directory, hosts=hosts)
-    except (ConfigError, OSError) as error:
-        _die(Console(stderr=True), error)
+    for name in map(check_node_id, (*inference, *client)):
+        if name in taken:
+            raise ConfigError(f"the name {name} is taken; every node and client needs its own")
+        taken.append(name)
+    make_keys(directory, hosts=hosts)
     typer.echo(f"Set orchestrator.curve_dir to {directory / 'orchestrator'}.")
     for host in hosts:
         typer.echo(
@@ -395,11 +391,6 @@ def keys(
 def _console() -> Console:
     """A console wide enough for the table, even without a terminal."""
     return Console(soft_wrap=True, width=None if sys.stdout.isatty() else TABLE_WIDTH)
-
-
-def _die(console: Console, error: Exception) -> NoReturn:
-    console.print(f"splice: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-    raise typer.Exit(2) from None
 
 
 def _tiny_model(arch: Arch, console: Console) -> Path:

@@ -9,22 +9,19 @@ import logging
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 from orchestrator.errors import ConfigError, NodeLost
-from orchestrator.processes.launch import Launcher, NodeProcess
-from orchestrator.processes.python import python_command
-from orchestrator.processes.restarts import RestartBudget
-from orchestrator.protocol.config import InferenceConfig
+from orchestrator.processes.launch import Launcher
 from orchestrator.protocol.messages import Status
 from splice.client import SpliceClient
-from splice.run_file import RUN_JSON, TOKEN, RunFile, absolute, node_file
+from splice.roles import Role, roles_of
+from splice.run_file import RUN_JSON, TOKEN, RunFile, absolute
 
 log = logging.getLogger("splice.cluster")
 OnWait = Callable[[str], None]
-_ENV = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
@@ -43,8 +40,9 @@ class Cluster:
         run_token: the run's secret; empty: a new one.
         trainer_module: module that the trainer's ranks run. Tests that inject failures pass another
             one.
-        orchestrator_restarts, node_restarts: restarts after crashes within an hour that came after
-            the run's last progress; `node_restarts` of a killed trainer launcher or inference node.
+        orchestrator_restarts: restarts of the orchestrator after crashes within an hour that came
+            after the run's last progress.
+        node_restarts: the same of a killed trainer launcher or inference node.
         needs_all: whether a start waits for all replicas. Otherwise it continues without those that
             were given up, or are not ready in time, while another one is.
         measures_memory: `launcher.peak_bytes` has the most memory that all processes used.
@@ -138,23 +136,19 @@ class Cluster:
         run = self.run
         # Model folders need no hub. For a hub id the user's HF_HUB_OFFLINE decides.
         folders = run.trainer.model.is_dir() and run.inference.model.is_dir()
-        env = {**_ENV, **(_OFFLINE if folders else {}), TOKEN: self.run_token}
+        self._env = {**(_OFFLINE if folders else {}), TOKEN: self.run_token}
         killed_one = _identity(run.run_dir / "endpoint")
-        self._launch(
-            "orchestrator",
-            python_command(run.trainer.python, "-m", "splice", "serve", self.file, "--resume"),
-            env=env,
-            restarts=self._orchestrator_restarts,
-        )
+        orchestrator, *nodes = roles_of(run, self.file)
+        self._launch(orchestrator, restarts=self._orchestrator_restarts)
         endpoint = self._wait_endpoint(killed_one)
-        for index, node_id in enumerate(self._inference_ids):
-            config = self._node_file(node_id, run.inference_config(index))
-            argv = python_command(run.inference.python, "-m", "inference_node")
-            argv += ["--endpoint", endpoint, "--node-id", node_id, "--config", str(config)]
-            self._launch(node_id, argv, env=env, is_supervisor=True, group="inference")
-        argv = python_command(run.trainer.python, "-m", "splice", "trainer", self.file)
-        argv += ["--module", self._trainer_module]
-        self._launch("trainer", argv, env=env, is_supervisor=True)
+        for role in nodes:
+            if role.kind == "router":
+                continue
+            more = ("--module", self._trainer_module)
+            if role.kind == "inference":
+                log_file = run.run_dir / "logs" / f"{role.name}.vllm.log"
+                more = ("--set", f"inference.log_file={log_file}")
+            self._launch(role, *more, restarts=self._node_restarts)
         self.client = SpliceClient(endpoint=endpoint, run_token=self.run_token).__enter__()
         try:
             self._wait_ready()
@@ -162,35 +156,17 @@ class Cluster:
             self.client.__exit__(None, None, None)
             raise
 
-    def _launch(
-        self,
-        name: str,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        restarts: int | None = None,
-        is_supervisor: bool = False,
-        group: str = "",
-    ) -> None:
-        self.launcher.start(
-            NodeProcess(
-                name=name,
-                argv=list(argv),
-                env=dict(env),
-                log_file=self.run.run_dir / "logs" / f"{name}.log",
-                restarts=RestartBudget(self._node_restarts if restarts is None else restarts),
-                is_supervisor=is_supervisor,
-                group=group,
-            )
+    def _launch(self, role: Role, *more: str, restarts: int) -> None:
+        python = self.run.trainer.python
+        node = role.process(
+            self.run.run_dir, *more, python=python, env=self._env, restarts=restarts
         )
-
-    def _node_file(self, node_id: str, inference: InferenceConfig) -> Path:
-        log_file = self.run.run_dir / "logs" / f"{node_id}.vllm.log"
-        own = inference.model_copy(update={"log_file": log_file})
-        return node_file(self.run, node_id, own.model_dump_json(indent=1))
+        node.is_supervisor = role.kind != "serve"
+        node.group = "inference" if role.kind == "inference" else ""
+        self.launcher.start(node)
 
     def _wait_endpoint(self, killed_one: tuple[int, int] | None) -> str:
-        """Return the new endpoint. A killed orchestrator left its own file behind."""
+        """Return the new endpoint. A killed orchestrator left its own file."""
         path, deadline_s = self.run.run_dir / "endpoint", time.monotonic() + 60
         while _identity(path) in (None, killed_one):
             self.launcher.check()

@@ -1,20 +1,21 @@
 """`splice doctor`: compares an environment's installed versions with those that a role needs.
 
-It asks the interpreter for package metadata and `nvidia-smi` for GPUs. It imports no package.
+It asks the interpreter for package metadata and NVML for GPUs. It imports none of the packages.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import pynvml
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
@@ -113,7 +114,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU as `nvidia-smi` lists it. Memory in MiB."""
+    """One GPU as NVML lists it. Memory in MiB; 0: the driver does not say."""
 
     index: int
     name: str
@@ -122,20 +123,22 @@ class Gpu:
 
 
 def list_gpus() -> tuple[Gpu, ...]:
-    """Return this host's NVIDIA GPUs; none without `nvidia-smi`, or if it fails."""
-    if shutil.which("nvidia-smi") is None:
-        return ()
-    fields = "index,name,memory.total,driver_version"
-    argv = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    """Return this host's NVIDIA GPUs; none where NVML finds no driver."""
     try:
-        listed = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
+        pynvml.nvmlInit()
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        count = pynvml.nvmlDeviceGetCount()
+        return tuple(_gpu(pynvml.nvmlDeviceGetHandleByIndex(i), i, driver) for i in range(count))
+    except pynvml.NVMLError:
         return ()
-    rows = [[cell.strip() for cell in line.split(",")] for line in listed.stdout.splitlines()]
-    return tuple(
-        Gpu(index=int(i), name=name, memory_mib=int(memory) if memory.isdigit() else 0, driver=d)
-        for i, name, memory, d in (row for row in rows if len(row) == 4)
-    )
+
+
+def _gpu(handle: Any, index: int, driver: str) -> Gpu:
+    memory_mib = 0
+    with contextlib.suppress(pynvml.NVMLError_NotSupported):  # the host's own memory
+        memory_mib = pynvml.nvmlDeviceGetMemoryInfo(handle).total // 2**20
+    name = pynvml.nvmlDeviceGetName(handle)
+    return Gpu(index=index, name=name, memory_mib=memory_mib, driver=driver)
 
 
 def ask(python: Path) -> dict[str, str]:

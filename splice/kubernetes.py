@@ -10,10 +10,17 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from splice.hosts import CLIENT, check_several_hosts, keys_of, numbered_from_0
+from splice.roles import (
+    Role,
+    check_several_hosts,
+    numbered_from_0,
+    refuse_many_hosts,
+    roles_of,
+)
 from splice.run_file import RunFile
 
 FILE = "/etc/splice/run.json"
@@ -31,53 +38,23 @@ def manifest(run: RunFile, *, trainer_image: str, inference_image: str, claim: s
     if not trainer_image or not inference_image:
         raise ConfigError("name both images: --trainer-image and --inference-image")
     port = check_several_hosts(run)
-    if run.trainer.gpus and run.trainer.parallel.world_size > len(run.trainer.gpus):
-        raise ConfigError("a trainer on several hosts has no manifest yet; use --on slurm")
+    roles = roles_of(run, FILE, is_spread=True)
+    refuse_many_hosts(roles, launcher="k8s")
     name = re.sub(r"[^a-z0-9]+", "-", run.name.lower()).strip("-")[:30] or "run"
     head = f"{name}-orchestrator-0-0.{name}"
     values = json.loads(numbered_from_0(run))
-    each = run.inference.tensor_parallel if run.inference.device == "cuda" else 0
     values["trainer"]["python"] = values["inference"]["python"] = "python"
-    common = {"name": name, "claim": claim, "run_dir": str(run.run_dir),
-              "endpoint": f"tcp://{head}:{port}"}  # fmt: skip
-    serve = f"exec splice serve {FILE} --resume"
-    train = f"exec splice trainer {FILE} --set trainer.host=$(hostname -i)"
     jobs = [
-        _job("orchestrator", serve, image=trainer_image, gpus=0, **common),
         _job(
-            "trainer",
-            train,
-            image=trainer_image,
-            gpus=len(run.trainer.gpus),
-            curve_dir=str(keys_of(run, "trainer")),
-            **common,
-        ),
+            role,
+            image=inference_image if role.kind == "inference" else trainer_image,
+            name=name,
+            claim=claim,
+            run_dir=str(run.run_dir),
+            endpoint=f"tcp://{head}:{port}",
+        )
+        for role in roles
     ]
-    for i in range(run.inference.replicas):
-        role = f"inference-{i}"
-        command = f"exec splice inference {FILE} --index {i} --set inference.host=0.0.0.0"
-        jobs.append(
-            _job(
-                role,
-                command,
-                image=inference_image,
-                gpus=each,
-                curve_dir=str(keys_of(run, role)),
-                **common,
-            )
-        )
-    if run.has_router:
-        route = f"exec splice router {FILE} --set router.host=0.0.0.0"
-        jobs.append(
-            _job(
-                "router",
-                route,
-                image=trainer_image,
-                gpus=0,
-                curve_dir=str(keys_of(run, CLIENT)),
-                **common,
-            )
-        )
     file = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -98,20 +75,22 @@ def manifest(run: RunFile, *, trainer_image: str, inference_image: str, claim: s
 
 
 def _job(
-    role: str, command: str, *, image: str, gpus: int, name: str, claim: str, run_dir: str,
-    endpoint: str, curve_dir: str = "",
-) -> dict[str, Any]:  # fmt: skip
+    role: Role, *, image: str, name: str, claim: str, run_dir: str, endpoint: str
+) -> dict[str, Any]:
     token = {"secretKeyRef": {"name": f"{name}-token", "key": "token"}}
+    command = f"exec splice {shlex.join(role.command)}"
+    if role.kind == "trainer":
+        command += " --set trainer.host=$(hostname -i)"
+    variables = role.environment | {"SPLICE_ENDPOINT": endpoint}
     container = {
-        "name": role,
+        "name": role.name,
         "image": image,
         "command": ["bash", "-c", command],
         "env": [
             {"name": "SPLICE_RUN_TOKEN", "valueFrom": token},
-            {"name": "SPLICE_ENDPOINT", "value": endpoint},
-            *([{"name": "SPLICE_CURVE_DIR", "value": curve_dir}] if curve_dir else []),
+            *({"name": key, "value": value} for key, value in variables.items()),
         ],
-        "resources": {"limits": {"nvidia.com/gpu": gpus}} if gpus else {},
+        "resources": {"limits": {"nvidia.com/gpu": role.gpus}} if role.gpus else {},
         "volumeMounts": [
             {"name": "run", "mountPath": run_dir},
             {"name": "file", "mountPath": "/etc/splice"},
@@ -129,4 +108,4 @@ def _job(
         ],
     }
     job = {"parallelism": 1, "completions": 1, "template": {"spec": pod}}
-    return {"name": role, "replicas": 1, "template": {"spec": job}}
+    return {"name": role.name, "replicas": 1, "template": {"spec": job}}

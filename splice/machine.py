@@ -45,7 +45,7 @@ endpoint = "tcp://127.0.0.1:0"   # port 0: any; beyond loopback, set curve_dir (
 keep_versions = 2                # checkpoints of versions on disk; 0: all
 
 [publication]
-mode = "in_place"    # or "shadow": receive beside the live weights, then swap
+mode = "in_place"    # or "shadow": receive next to the live weights, then swap
 pause_mode = "keep"  # what a swap does to running requests: keep, keep_kv, wait, abort
 
 [trainer]
@@ -83,9 +83,9 @@ class Sizes:
 
 
 def inference_python() -> Path:
-    """`make envs`' second interpreter: in this folder, or beside the environment that runs."""
-    beside = Path(sys.prefix).parent / _INFERENCE
-    return beside if beside.exists() and not _INFERENCE.exists() else _INFERENCE
+    """`make envs`' second interpreter: in this folder, or next to the environment that runs."""
+    near = Path(sys.prefix).parent / _INFERENCE
+    return near if near.exists() and not _INFERENCE.exists() else _INFERENCE
 
 
 def choose_sizes(
@@ -107,7 +107,7 @@ def choose_sizes(
         if weight_bytes > SHARED_SHARE * memory_bytes:
             raise ConfigError(
                 f"{weight_bytes / 1e9:.0f} GB of weights do not fit twice on one GPU of "
-                f"{memory_bytes / 1e9:.0f} GB beside their training; take two GPUs, a smaller "
+                f"{memory_bytes / 1e9:.0f} GB with their training; take two GPUs, a smaller "
                 "model, or --gpus '' for a run on the CPU"
             )
         return Sizes(trainer_gpus=tuple(gpus), inference_gpus=tuple(gpus))
@@ -175,7 +175,7 @@ def write_run_file(
     by_device = BY_DEVICE["cuda" if gpus else "cpu"]
     dtype = by_device[""]["dtype"]
     if whole_config.get("quantization_config"):
-        dtype = "bfloat16"  # vLLM computes with quantised weights in it alone
+        dtype = "bfloat16"  # vLLM computes with quantised weights only in it
     own_len = model_config.get("max_position_embeddings")
     max_model_len = by_device["inference"]["max_model_len"]
     if own_len is not None and not gpus:

@@ -110,7 +110,7 @@ def check_parallel(
 
 def check_quantization(inference: InferenceConfig) -> None:
     """Check that quantised weights and caches come with bfloat16: vLLM takes float32 for none of
-    them, and the canary allows float32's rounding alone.
+    them, and the canary allows only float32's rounding.
 
     Raises:
         ConfigError: names what is quantised.
@@ -165,7 +165,7 @@ def check_cpu_attention(model_config: dict[str, Any]) -> None:
     """
     model_config = language_part(model_config)
     if model_config.get("kv_lora_rank"):
-        return  # multi-latent attention has kernels of its own
+        return  # multi-latent attention has its own kernels
     head_dim = model_config.get("head_dim") or int(model_config["hidden_size"]) // int(
         model_config["num_attention_heads"]
     )
@@ -180,15 +180,20 @@ def check_gpus(
     *,
     trainer_gpus: Sequence[int],
     inference_gpus: Sequence[Sequence[int]],
-    available: int | None,
+    available: int,
     transport: Transport,
 ) -> None:
-    """Check that no GPU is used twice, and that each exists (if `available` is known). With tcp
-    both sides may have the same single GPU (`share_a_gpu`).
+    """Check that no GPU is used twice, and that each is one of the `available` GPUs. With tcp both
+    sides may have the same single GPU (`share_a_gpu`).
 
     Raises:
         ConfigError: names the GPUs.
     """
+    if not available:
+        raise ConfigError(
+            "device is cuda, but NVML lists no GPU on this host (nvidia-smi asks it too): install "
+            'NVIDIA\'s driver, give a container its GPUs, or set device = "cpu"'
+        )
     used: dict[int, str] = {}
     is_shared = transport == "tcp" and share_a_gpu(trainer_gpus, inference_gpus)
     groups = [
@@ -203,7 +208,7 @@ def check_gpus(
                     'each of them needs its own GPUs. (With transport = "tcp" one trainer rank and '
                     "one vLLM worker may share a GPU, to try splice.)"
                 )
-            if available is not None and not 0 <= gpu < available:
+            if not 0 <= gpu < available:
                 raise ConfigError(f"GPU {gpu} ({owner}) does not exist; this host has {available}")
             used[gpu] = owner
 

@@ -12,22 +12,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from orchestrator.errors import ConfigError, NodeLost
-from orchestrator.processes.launch import Launcher, NodeProcess
-from orchestrator.processes.python import python_command
-from orchestrator.processes.restarts import RestartBudget
+from orchestrator.processes.launch import Launcher
 from orchestrator.protocol.messages import InitialSync
 from splice.client import SpliceClient, run_watched
-from splice.hosts import CLIENT, check_several_hosts, keys_of
+from splice.roles import CLIENT, CURVE, Role, keys_of, refuse_many_hosts, roles_of
 from splice.run_file import RunFile, stop_command
 
 FILE, NAMESPACE = "ray.json", "splice"
@@ -40,71 +36,11 @@ ROOM_S = 60.0
 GRACE_S = 20.0
 """Time for the nodes to end after the orchestrator."""
 POLL_S = 0.5
-CURVE = "SPLICE_CURVE_DIR"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
-    """One process, and what it needs of its host.
-
-    Attributes:
-        command: arguments of `splice`, without those that only the host knows.
-        host_key: the setting that gets the address of the host. Empty: none.
-        gpus_key: the setting that gets the numbers of the GPUs. Empty: none.
-        repeats: how often they stand in it.
-        keys: its folder of CURVE keys.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    keys: str
-    host_key: str = ""
-    gpus: int = 0
-    gpus_key: str = ""
-    repeats: int = 1
-
-    @property
-    def bundle(self) -> dict[str, float]:
-        """What Ray reserves."""
-        return {"CPU": 1, "GPU": self.gpus} if self.gpus else {"CPU": 1}
-
-
-def roles_of(run: RunFile) -> list[Role]:
-    """Return the roles of a run, the orchestrator first.
-
-    Raises:
-        ConfigError: the settings cannot work on several hosts.
-    """
-    check_several_hosts(run)
-    gpus = len(run.trainer.gpus) if run.trainer.device == "cuda" else 0
-    if gpus and run.trainer.parallel.world_size > gpus:
-        raise ConfigError("a trainer on several hosts does not run on Ray yet; use --on slurm")
-    each = run.inference.tensor_parallel if run.inference.device == "cuda" else 0
-    file = str(run.run_dir / FILE)
-    roles = [
-        Role(name="orchestrator", command=("serve", file, "--resume"), keys=""),
-        Role(
-            name="trainer",
-            command=("trainer", file),
-            keys=str(keys_of(run, "trainer")),
-            host_key="trainer.host",
-            gpus=gpus,
-            gpus_key="trainer.gpus",
-        ),
-    ]
-    for i in range(run.inference.replicas):
-        name = f"inference-{i}"
-        command = ("inference", file, "--index", str(i), "--set", "inference.host=0.0.0.0")
-        keys = str(keys_of(run, name))
-        key = "inference.gpus"
-        repeats = run.inference.replicas
-        roles.append(
-            Role(name=name, command=command, keys=keys, gpus=each, gpus_key=key, repeats=repeats)
-        )
-    if run.has_router:
-        route = ("router", file, "--set", "router.host=0.0.0.0")
-        roles.append(Role(name="router", command=route, keys=str(keys_of(run, CLIENT))))
-    return roles
+def bundle_of(role: Role) -> dict[str, float]:
+    """Return what Ray reserves for a role."""
+    return {"CPU": 1, "GPU": role.gpus} if role.gpus else {"CPU": 1}
 
 
 class RoleActor:
@@ -112,15 +48,7 @@ class RoleActor:
 
     def __init__(self, role: Role, run_dir: Path, group: str) -> None:
         self._role, self._run_dir, self._group = role, run_dir, group
-        argv = python_command(sys.executable, "-m", "splice", *role.command, *_of_host(role))
-        env = {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"}
-        self._node = NodeProcess(
-            name=role.name,
-            argv=argv,
-            env={**env, CURVE: role.keys} if role.keys else env,
-            log_file=run_dir / "logs" / f"{role.name}.log",
-            restarts=RestartBudget(RESTARTS),
-        )
+        self._node = role.process(run_dir, *_of_host(role), restarts=RESTARTS)
         self._launcher = Launcher().__enter__()
         # The kernel ends the process with the thread that started it.
         self._thread = threading.Thread(target=self._keep, name="splice-role", daemon=True)
@@ -136,7 +64,7 @@ class RoleActor:
 
     def _keep(self) -> None:
         deadline_s = time.monotonic() + ENDPOINT_S
-        while self._role.keys and not (self._run_dir / "endpoint").exists():
+        while self._role.keys is not None and not (self._run_dir / "endpoint").exists():
             if time.monotonic() > deadline_s:  # the process will say so
                 break
             time.sleep(POLL_S)
@@ -152,11 +80,11 @@ class RoleActor:
 def _of_host(role: Role) -> Iterator[str]:
     """Yield the settings that only the role's host knows."""
     ray = _ray()
-    if role.host_key:
-        yield from ("--set", f"{role.host_key}={ray.util.get_node_ip_address()}")
+    if role.kind == "trainer":
+        yield from ("--set", f"trainer.host={ray.util.get_node_ip_address()}")
     if role.gpus:
-        numbers = [int(number) for number in ray.get_gpu_ids()] * role.repeats
-        yield from ("--set", f"{role.gpus_key}={numbers}")
+        numbers = [int(number) for number in ray.get_gpu_ids()] * role.copies
+        yield from ("--set", f"{role.kind}.gpus={numbers}")
 
 
 def up(
@@ -176,7 +104,8 @@ def up(
         ConfigError: no cluster, no room on it, the run is up, or a role refuses its settings.
         NodeLost: a role was not ready in time.
     """
-    ray, roles = _ray(), roles_of(run)
+    ray, placed = _ray(), roles_of(run, run.run_dir / FILE, is_spread=True)
+    refuse_many_hosts(placed, launcher="ray")
     (run.run_dir / "logs").mkdir(parents=True, exist_ok=True)
     run.run_dir.chmod(0o700)
     (run.run_dir / FILE).write_text(run.model_dump_json(indent=1))
@@ -195,7 +124,7 @@ def up(
         raise ConfigError(f"no Ray cluster at {address!r}: {error}") from error
     try:
         group = f"splice {run.run_dir}"
-        actors = _place(ray, roles, run_dir=run.run_dir, group=group)
+        actors = _place(ray, placed, run_dir=run.run_dir, group=group)
         try:
             return _wait_ready(ray, run, actors, publish, time.monotonic() + timeout_s, on_wait)
         except BaseException:
@@ -205,8 +134,8 @@ def up(
         ray.shutdown()
 
 
-def _place(ray: ModuleType, roles: list[Role], *, run_dir: Path, group: str) -> dict[str, Any]:
-    bundles = [role.bundle for role in roles]
+def _place(ray: ModuleType, wanted: list[Role], *, run_dir: Path, group: str) -> dict[str, Any]:
+    bundles = [bundle_of(role) for role in wanted]
     try:
         ray.util.get_placement_group(group)
     except ValueError:  # there is none
@@ -219,7 +148,7 @@ def _place(ray: ModuleType, roles: list[Role], *, run_dir: Path, group: str) -> 
         (run_dir / name).unlink(missing_ok=True)
     placed = ray.util.placement_group(bundles, strategy="PACK", name=group, lifetime="detached")
     try:
-        return _actors(ray, roles, placed, bundles, run_dir=run_dir, group=group)
+        return _actors(ray, wanted, placed, bundles, run_dir=run_dir, group=group)
     except BaseException:  # also an interrupt: a detached group would stay for good
         ray.util.remove_placement_group(placed)
         raise
@@ -227,7 +156,7 @@ def _place(ray: ModuleType, roles: list[Role], *, run_dir: Path, group: str) -> 
 
 def _actors(
     ray: ModuleType,
-    roles: list[Role],
+    wanted: list[Role],
     placed: Any,
     bundles: list[dict[str, float]],
     *,
@@ -248,7 +177,7 @@ def _actors(
             num_gpus=role.gpus,
             scheduling_strategy=strategy(placed, placement_group_bundle_index=index),
         ).remote(role, run_dir, group)
-        for index, role in enumerate(roles)
+        for index, role in enumerate(wanted)
     }
 
 

@@ -151,7 +151,7 @@ class _Reader:
 # ---------------------------------------------------------------- plots
 
 
-class _Plots:
+class Plots:
     """Draws with matplotlib, without a window and without its global state."""
 
     def __init__(self) -> None:
@@ -164,6 +164,7 @@ class _Plots:
         self._integers = importlib.import_module("matplotlib.ticker").MaxNLocator
 
     def figure(self, *, width: float, height: float, rows: int = 1) -> tuple[Any, Any]:
+        """Return a figure with its axes. Sizes are in inches."""
         figure = self._figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots(rows, 1, sharex=True)
         for axis in [axes] if rows == 1 else axes:
@@ -254,7 +255,7 @@ class _Plots:
 
 def phases_of(seconds: Mapping[str, float]) -> dict[str, float]:
     """Seconds of a step by what the trainer's side does. As far as a save begins the next batch,
-    it is training; publishing is what a job takes beside both."""
+    it is training; publishing is what a job takes in addition."""
     job = seconds.get("training", 0.0)
     train, save = seconds.get("job.train", job), seconds.get("job.save", 0.0)
     ahead = seconds.get("job.ahead", 0.0)
@@ -291,7 +292,7 @@ def page(loop_dir: Path) -> str:
     """
     log = loop_dir / decisions.LOG
     history = read(log)
-    plots = _Plots()
+    plots = Plots()
     sections = [
         _facts(history, loop_dir),
         *_timeline(plots, history),
@@ -342,7 +343,7 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def _timeline(plots: _Plots, history: History) -> Iterable[str]:
+def _timeline(plots: Plots, history: History) -> Iterable[str]:
     if not history.spans:
         return
     number = min(len(history.spans), TIMELINE_STEPS)
@@ -356,7 +357,7 @@ def _timeline(plots: _Plots, history: History) -> Iterable[str]:
     )
 
 
-def _figures(plots: _Plots, history: History) -> Iterable[str]:
+def _figures(plots: Plots, history: History) -> Iterable[str]:
     for name, values in history.notes.items():
         yield _figure(f"{name} (evaluation)", plots.lines({name: values}, dots=True))
     for title, names in PLOTS.items():

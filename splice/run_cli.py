@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sqlite3
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal, NoReturn
+from typing import IO, Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.processes.logs import log_to_stderr
@@ -67,27 +65,24 @@ def init(
     as_json: AsJson = False,
 ) -> None:
     """Look at this host's GPUs and the model, and write a commented run.toml."""
-    try:
-        if not inference_python.exists():
-            raise ConfigError(
-                f"no inference interpreter at {inference_python}; run `make envs`, or pass "
-                "--inference-python"
-            )
-        path, chosen = machine.write_run_file(
-            folder,
-            model=model,
-            name=name,
-            gpus=_chosen_gpus(gpus),
-            trainer_python=Path(os.path.abspath(trainer_python)),
-            inference_python=Path(os.path.abspath(inference_python)),
+    if not inference_python.exists():
+        raise ConfigError(
+            f"no inference interpreter at {inference_python}; run `make envs`, or pass "
+            "--inference-python"
         )
-        try:
-            load(path)
-        except SpliceError:
-            path.unlink()
-            raise
-    except (SpliceError, OSError) as error:
-        _die(error)
+    path, chosen = machine.write_run_file(
+        folder,
+        model=model,
+        name=name,
+        gpus=_chosen_gpus(gpus),
+        trainer_python=Path(os.path.abspath(trainer_python)),
+        inference_python=Path(os.path.abspath(inference_python)),
+    )
+    try:
+        load(path)
+    except SpliceError:
+        path.unlink()
+        raise
     if as_json:
         typer.echo(json.dumps({"file": os.path.abspath(path), "chosen": chosen}))
         return
@@ -156,7 +151,7 @@ def bring_up(
             said = text
             _say(text)
 
-    run = _loaded(file, overrides)
+    run = load(file, overrides or ())
     try:
         if on == "slurm":
             _up_on_slurm(run, resume, dry_run, gpus_per_host, sbatch, as_json)
@@ -189,8 +184,6 @@ def bring_up(
     except KeyboardInterrupt:
         _say(f"interrupted; `{stop_command(run.run_dir)}` ends what has started")
         raise typer.Exit(130) from None
-    except (SpliceError, OSError) as error:
-        _die(error)
     if as_json:
         typer.echo(json.dumps(facts, indent=1))
     else:
@@ -200,10 +193,7 @@ def bring_up(
         typer.echo(f"logs: {facts['logs']}   end the run: {stop_command(run.run_dir)}")
     if foreground:
         sys.stdout.flush()
-        try:
-            code = up.follow(run.run_dir, pid)
-        except (SpliceError, OSError) as error:
-            _die(error)
+        code = up.follow(run.run_dir, pid)
         raise typer.Exit(code)
 
 
@@ -234,42 +224,11 @@ def _up_on_slurm(
 @app.command()
 def status(run: Run = _HERE, as_json: AsJson = False) -> None:
     """Say whether the run is up, what it serves, and the state of each node."""
-    try:
-        found = up.status(_run_dir(run))
-    except (SpliceError, OSError, TimeoutError) as error:
-        _die(error)
+    found = up.status(_run_dir(run))
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return
-    _print_status(found)
-
-
-def _print_status(found: dict[str, Any]) -> None:
-    console = Console(soft_wrap=True, highlight=False)
-    phase = found.get("phase", "no background process here")
-    console.print(f"{found['run_dir']}: {phase} {found.get('text', '')}".rstrip(), markup=False)
-    if "warning" in found:
-        console.print(f"warning: {found['warning']}", markup=False)
-    if "loop" in found:
-        console.print(f"loop: {found['loop']['text']}", markup=False)
-    if "endpoint" not in found:
-        return
-    console.print(
-        f"serves {found['alias'] or 'nothing yet'}; publication {found['publication']}; "
-        f"{found['queued_jobs']} jobs wait; endpoint {found['endpoint']}"
-    )
-    if found["apart"]:
-        console.print(f"{found['apart']}; Publish serves that state", markup=False)
-    if found["trouble"]:
-        console.print(f"replicas lack it: {found['trouble']}", markup=False)
-    table = Table("node", "state", "host", "GPUs", "URL")
-    for node in found["nodes"]:
-        url = str(node["detail"].get("base_url", ""))
-        table.add_row(node["node_id"], node["state"], node["host"], ", ".join(node["gpus"]), url)
-    if router := found.get("router"):
-        states = ", ".join(f"{name} {one['state']}" for name, one in router["replicas"].items())
-        table.add_row("router", router["state"], states, "", router["url"])
-    console.print(table)
+    _console().print(watching.render(found), soft_wrap=True)
 
 
 @app.command()
@@ -280,28 +239,22 @@ def watch(
     as_json: Annotated[bool, typer.Option("--json", help="Print each frame as a line.")] = False,
 ) -> None:
     """Show nodes, memory, versions, queue, publications and training as they change."""
-    # Wide enough for the tables, even without a terminal.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else FRAME_WIDTH)
-    try:
-        run_dir = _run_dir(run)
-        if as_json or once:
-            while True:
-                found = watching.frame(run_dir)
-                if as_json:
-                    typer.echo(json.dumps(found))
-                else:
-                    console.print(watching.render(found))
-                if once:
-                    return
-                time.sleep(interval_s)
-        with Live(console=console, auto_refresh=False) as live:
-            while True:
-                live.update(watching.render(watching.frame(run_dir)), refresh=True)
-                time.sleep(interval_s)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    except (SpliceError, OSError, TimeoutError, sqlite3.Error) as error:
-        _die(error)
+    console = _console()
+    run_dir = _run_dir(run)
+    if as_json or once:
+        while True:
+            found = watching.frame(run_dir)
+            if as_json:
+                typer.echo(json.dumps(found))
+            else:
+                console.print(watching.render(found))
+            if once:
+                return
+            time.sleep(interval_s)
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            live.update(watching.render(watching.frame(run_dir)), refresh=True)
+            time.sleep(interval_s)
 
 
 @app.command()
@@ -317,23 +270,16 @@ def logs(
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Of each file.")] = TAIL_LINES,
 ) -> None:
     """Print the last lines of the roles' logs."""
-    try:
-        if role not in LOGGED and ("/" in role or Path(role).exists()):
-            role, run = "all", Path(role)
-        folder = _run_dir(run) / "logs"
-        prefix = "" if role == "all" else role
-        files = sorted(folder.glob(f"{prefix}*.log"))
-        if not files:
-            known = sorted({p.name.split(".")[0] for p in folder.glob("*.log")})
-            raise ConfigError(
-                f"no log of {role!r} in {folder}; there are {', '.join(known) or 'none'}"
-            )
-        for line in _lines(files, last=lines, follow=follow):
-            typer.echo(line)
-    except (SpliceError, OSError) as error:
-        _die(error)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    if role not in LOGGED and ("/" in role or Path(role).exists()):
+        role, run = "all", Path(role)
+    folder = _run_dir(run) / "logs"
+    prefix = "" if role == "all" else role
+    files = sorted(folder.glob(f"{prefix}*.log"))
+    if not files:
+        known = sorted({p.name.split(".")[0] for p in folder.glob("*.log")})
+        raise ConfigError(f"no log of {role!r} in {folder}; there are {', '.join(known) or 'none'}")
+    for line in _lines(files, last=lines, follow=follow):
+        typer.echo(line)
 
 
 def _lines(files: list[Path], *, last: int, follow: bool) -> Iterator[str]:
@@ -371,7 +317,7 @@ def _last(lines: list[str], count: int) -> list[str]:
 @app.command()
 def samples(
     run: Run = _HERE,
-    step: Annotated[int | None, typer.Option(help="Of this step alone. Default: of all.")] = None,
+    step: Annotated[int | None, typer.Option(help="Only of this step. Default: of all.")] = None,
     best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
     contains: Annotated[
@@ -386,24 +332,19 @@ def samples(
     ] = False,
 ) -> None:
     """Show rollouts of the run's loop, those of its newest step first."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else FRAME_WIDTH)
-    try:
-        if best and worst:
-            raise ConfigError("choose one of --best and --worst")
-        order: browse.Order = "best" if best else "worst" if worst else "newest"
-        found = browse.choose(
-            _loop_dir(run), step=step, order=order, contains=contains, limit=limit
-        )
-        if as_json:
-            for sample in found:
-                typer.echo(json.dumps(sample))
-        elif whole and console.is_terminal:
-            with console.pager(styles=True):
-                console.print(browse.whole(found))
-        else:
-            console.print(browse.whole(found) if whole else browse.table(found))
-    except (SpliceError, OSError) as error:
-        _die(error)
+    console = _console()
+    if best and worst:
+        raise ConfigError("choose one of --best and --worst")
+    order: browse.Order = "best" if best else "worst" if worst else "newest"
+    found = browse.choose(_loop_dir(run), step=step, order=order, contains=contains, limit=limit)
+    if as_json:
+        for sample in found:
+            typer.echo(json.dumps(sample))
+    elif whole and console.is_terminal:
+        with console.pager(styles=True):
+            console.print(browse.whole(found))
+    else:
+        console.print(browse.whole(found) if whole else browse.table(found))
 
 
 @app.command("report")
@@ -412,21 +353,15 @@ def make_report(
     out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("report.html"),
 ) -> None:
     """Write one HTML page about the run's loop: plots, a timeline of both sides, samples."""
-    try:
-        out.write_text(report.page(_loop_dir(run)), encoding="utf-8")
-    except (SpliceError, OSError) as error:
-        _die(error)
+    out.write_text(report.page(_loop_dir(run)), encoding="utf-8")
     typer.echo(str(out))
 
 
 @app.command()
 def stop(run: Run = _HERE, as_json: AsJson = False) -> None:
     """End the run: its orchestrator, and every role that `splice up` started here."""
-    try:
-        run_dir = _run_dir(run)
-        was_up = up.stop(run_dir)
-    except (SpliceError, OSError, TimeoutError) as error:
-        _die(error)
+    run_dir = _run_dir(run)
+    was_up = up.stop(run_dir)
     if as_json:
         typer.echo(json.dumps({"run_dir": str(run_dir), "was_up": was_up}))
         return
@@ -443,18 +378,13 @@ def inference(
 
     Endpoint and token come from the run's folder, or from SPLICE_ENDPOINT and SPLICE_RUN_TOKEN.
     """
-    try:
-        run = load(file, overrides or ())
-        node_id = f"inference-{index}"
-        config = node_file(run, node_id, run.inference_config(index).model_dump_json(indent=1))
-        python = str(run.inference.python)
-        argv = python_command(python, "-m", "inference_node", "--endpoint", run.endpoint())
-        argv += ["--node-id", node_id, "--config", str(config)]
-        os.execvpe(
-            python, argv, python_environment({**os.environ, "SPLICE_RUN_TOKEN": run.token()})
-        )
-    except (SpliceError, OSError) as error:
-        _die(error)
+    run = load(file, overrides or ())
+    node_id = f"inference-{index}"
+    config = node_file(run, node_id, run.inference_config(index).model_dump_json(indent=1))
+    python = str(run.inference.python)
+    argv = python_command(python, "-m", "inference_node", "--endpoint", run.endpoint())
+    argv += ["--node-id", node_id, "--config", str(config)]
+    os.execvpe(python, argv, python_environment({**os.environ, "SPLICE_RUN_TOKEN": run.token()}))
 
 
 @app.command()
@@ -464,14 +394,11 @@ def router(file: FileArgument = _HERE, overrides: Overrides = None) -> None:
     `splice up` starts it where there are several. It finds the orchestrator as `splice inference`
     does.
     """
-    try:
-        run = load(file, overrides or ())
-        config = node_file(run, "router", run.model_dump_json(indent=1))
-        argv = python_command(sys.executable, "-m", "splice.replica_router", config)
-        env = python_environment({**os.environ, "SPLICE_RUN_TOKEN": run.token()})
-        os.execve(sys.executable, argv, env)
-    except (SpliceError, OSError) as error:
-        _die(error)
+    run = load(file, overrides or ())
+    config = node_file(run, "router", run.model_dump_json(indent=1))
+    argv = python_command(sys.executable, "-m", "splice.replica_router", config)
+    env = python_environment({**os.environ, "SPLICE_RUN_TOKEN": run.token()})
+    os.execve(sys.executable, argv, env)
 
 
 @app.command()
@@ -495,7 +422,7 @@ def tinker(
     """Serve Tinker's API in front of a run that is up, until interrupted.
 
     Clients set TINKER_BASE_URL to the printed URL, and TINKER_API_KEY to the content of the file
-    that is printed beside it.
+    that is printed next to it.
     """
 
     def on_url(url: str) -> None:
@@ -518,25 +445,21 @@ def tinker(
             old_snapshots=old_snapshots,
         )
     except ModuleNotFoundError as error:
-        _die(ConfigError(f'{error}; `splice tinker` needs pip install "splice[tinker]"'))
-    except (SpliceError, OSError) as error:
-        _die(error)
+        text = f'{error}; `splice tinker` needs pip install "splice[tinker]"'
+        raise ConfigError(text) from error
 
 
 @config_app.command()
 def show(file: FileArgument = _HERE, overrides: Overrides = None) -> None:
     """Print every setting of the run, defaults included, as JSON."""
-    typer.echo(_loaded(file, overrides).model_dump_json(indent=1))
+    typer.echo(load(file, overrides or ()).model_dump_json(indent=1))
 
 
 @config_app.command()
 def check(file: FileArgument = _HERE, overrides: Overrides = None) -> None:
     """Check the file, and that model, interpreters, GPUs and ports on this host fit it."""
-    run = _loaded(file, overrides)
-    try:
-        up.check(run)
-    except (SpliceError, OSError) as error:
-        _die(error)
+    run = load(file, overrides or ())
+    up.check(run)
     typer.echo("ok")
 
 
@@ -546,11 +469,9 @@ def schema() -> None:
     typer.echo(json.dumps(RunFile.model_json_schema(), indent=1))
 
 
-def _loaded(file: Path, overrides: list[str] | None) -> RunFile:
-    try:
-        return load(file, overrides or ())
-    except SpliceError as error:
-        _die(error)
+def _console() -> Console:
+    """Wide enough for the tables, even without a terminal."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else FRAME_WIDTH)
 
 
 def _run_dir(path: Path) -> Path:
@@ -563,7 +484,7 @@ def _run_dir(path: Path) -> Path:
 
 
 def _loop_dir(path: Path) -> Path:
-    """Return the folder of the loop that the user means: a run's, or one of its own."""
+    """Return the folder of the loop that the user means: a run's, or a separate one."""
     if (path / decisions.LOG).is_file():
         return path
     return _run_dir(path) / decisions.LOOP_DIR
@@ -571,8 +492,3 @@ def _loop_dir(path: Path) -> Path:
 
 def _say(text: str) -> None:
     typer.echo(text, err=True)
-
-
-def _die(error: Exception) -> NoReturn:
-    typer.secho(f"splice: {error}", fg="red", err=True)
-    raise typer.Exit(2) from None

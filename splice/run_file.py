@@ -3,7 +3,7 @@
     run.toml + --set a.b=c -> RunFile -> OrchestratorConfig, TrainerConfig, InferenceConfig
 
 Every role reads the same file, on one host or on several. What two roles share (`name`, `model`,
-`device`, `dtype`) is at the top and may be set for one role alone in its table. Relative paths are
+`device`, `dtype`) is at the top and may be set for only one role in its table. Relative paths are
 relative to the file. `splice config schema` prints every key.
 """
 
@@ -30,7 +30,7 @@ from orchestrator.protocol.config import (
     TrainerConfig,
     check_alias_name,
 )
-from orchestrator.protocol.config_errors import config_error
+from orchestrator.protocol.messages.mistakes import config_error
 from orchestrator.publication.config import PublicationConfig
 
 FILE_NAME, RUN_JSON = "run.toml", "run.json"

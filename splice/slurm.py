@@ -16,7 +16,7 @@ from pathlib import Path
 
 from orchestrator.errors import ConfigError
 from orchestrator.processes.python import python_command
-from splice.hosts import CLIENT, check_several_hosts, keys_of, numbered_from_0
+from splice.roles import Role, numbered_from_0, roles_of
 from splice.run_file import RunFile
 
 SCRIPT, FILE = "slurm.sh", "slurm.json"
@@ -70,56 +70,50 @@ def script(run: RunFile, *, gpus_per_host: int, options: str = "") -> str:
     Raises:
         ConfigError: as `write_script`.
     """
-    check_several_hosts(run)
-    each = run.inference.tensor_parallel if run.inference.device == "cuda" else 0
-    of_trainer = len(run.trainer.gpus) if run.trainer.device == "cuda" else 0
-    needed = max(each, of_trainer)
+    orchestrator, trainer, *others = roles_of(run, run.run_dir / FILE, is_spread=True)
+    needed = max(role.gpus for role in (trainer, *others))
     if needed > gpus_per_host:
         raise ConfigError(f"a role needs {needed} GPUs on one host, which has {gpus_per_host}")
-    hosts = run.trainer.parallel.world_size // of_trainer if of_trainer else 1
-    per_host = gpus_per_host // each if each else run.inference.replicas
-    num_hosts = hosts - (-run.inference.replicas // per_host)
-    splice = shlex.join(python_command(sys.executable, "-m", "splice"))
-    file = shlex.quote(str(run.run_dir / FILE))
-    trainer = f"exec {splice} trainer {file} --set trainer.host=$HEAD"
-    if hosts > 1:
-        trainer += f" --nodes {hosts} --node-rank $SLURM_NODEID"
-        trainer += f" --rendezvous $HEAD:{RENDEZVOUS_PORT}"
-    keys = str(keys_of(run, "trainer"))
-    steps = [_step("trainer", trainer, first=0, hosts=hosts, gpus=of_trainer, keys=keys)]
-    for i in range(run.inference.replicas):
-        command = f"exec {splice} inference {file} --index {i}"
-        command += " --set inference.host=0.0.0.0"
-        role, host = f"inference-{i}", hosts + i // per_host
-        keys = str(keys_of(run, role))
-        steps.append(_step(role, command, first=host, hosts=1, gpus=each, keys=keys))
-    if run.has_router:
-        command = f"exec {splice} router {file} --set router.host=0.0.0.0"
-        keys = str(keys_of(run, CLIENT))
-        steps.append(_step("router", command, first=0, hosts=1, gpus=0, keys=keys) + "\nROUTER=$!")
+    own = " --set trainer.host=$HEAD"
+    if trainer.hosts > 1:
+        own += f" --nodes {trainer.hosts} --node-rank $SLURM_NODEID"
+        own += f" --rendezvous $HEAD:{RENDEZVOUS_PORT}"
+    steps, num_hosts = [_step(trainer, more=own)], trainer.hosts
+    for index, role in enumerate(others):
+        if role.kind == "inference":
+            per_host = gpus_per_host // role.gpus if role.gpus else role.copies
+            host = trainer.hosts + index // per_host
+            steps.append(_step(role, first=host))
+            num_hosts = host + 1
+        else:
+            steps.append(_step(role) + "\nROUTER=$!")
     head = ["--job-name=splice", f"--nodes={num_hosts}"]
     head += [f"--gpus-per-node={gpus_per_host}"] if needed else []
     head += [f"--output={run.run_dir / 'logs' / 'slurm.log'}", *shlex.split(options)]
     return _SCRIPT.format(
         head="\n".join(f"#SBATCH {option}" for option in head),
         run_dir=shlex.quote(str(run.run_dir)),
-        orchestrator=_step(
-            "orchestrator", f"exec {splice} serve {file} --resume", first=0, hosts=1, gpus=0
-        ),
+        orchestrator=_step(orchestrator),
         wait_s=ENDPOINT_S,
         steps="\n".join(steps),
     )
 
 
-def _step(name: str, command: str, *, first: int, hosts: int, gpus: int, keys: str = "") -> str:
-    if keys:
-        command = f"export SPLICE_CURVE_DIR={shlex.quote(keys)}; {command}"
-    share = f"--exact --gpus-per-node={gpus}" if gpus else "--overlap"
+def _step(role: Role, *, first: int = 0, more: str = "") -> str:
+    """Return the command of a job step.
+
+    Args:
+        first: number of its first host.
+        more: further arguments, with variables that the host's shell fills in.
+    """
+    command = shlex.join(python_command(sys.executable, "-m", "splice", *role.command)) + more
+    variables = " ".join(f"{k}={shlex.quote(v)}" for k, v in role.environment.items())
+    share = f"--exact --gpus-per-node={role.gpus}" if role.gpus else "--overlap"
     return (
-        f"srun --job-name={name} --relative={first} --nodes={hosts} --ntasks={hosts} "
-        f"--ntasks-per-node=1 {share} --kill-on-bad-exit=1 \\\n"
-        f'  --output="$RUN/logs/{name}.log" --open-mode=append \\\n'
-        f"  bash -c {shlex.quote(command)} &"
+        f"srun --job-name={role.name} --relative={first} --nodes={role.hosts} "
+        f"--ntasks={role.hosts} --ntasks-per-node=1 {share} --kill-on-bad-exit=1 \\\n"
+        f'  --output="$RUN/logs/{role.name}.log" --open-mode=append \\\n'
+        f"  bash -c {shlex.quote(f'export {variables}; exec {command}')} &"
     )
 
 

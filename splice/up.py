@@ -31,11 +31,10 @@ import psutil
 from orchestrator.control.control_socket import check_bind_address
 from orchestrator.errors import ConfigError, ErrorCode, JobFailed, NodeLost, SpliceError
 from orchestrator.processes.identity import identity
-from orchestrator.processes.launch import RETRY_S, Launcher, NodeProcess
+from orchestrator.processes.launch import RETRY_S, Launcher
 from orchestrator.processes.locks import try_lock
 from orchestrator.processes.logs import log_to_stderr
 from orchestrator.processes.python import python_command, python_environment
-from orchestrator.processes.restarts import RestartBudget
 from orchestrator.protocol.config import without_weights
 from orchestrator.protocol.messages import InitialSync, Resync
 from orchestrator.storage.files import replace_file
@@ -56,6 +55,7 @@ from splice.preflight import (
     read_model_config,
 )
 from splice.rl import decisions
+from splice.roles import roles_of
 from splice.run_file import RUN_JSON, TOKEN, RunFile, load, stop_command
 
 log = logging.getLogger("splice.up")
@@ -93,6 +93,14 @@ def check(run: RunFile) -> None:
             "`splice serve`, `splice trainer` and `splice inference`, or leave it out"
         )
     check_bind_address(run.orchestrator.endpoint, has_keys=False)
+    nodes = [run.inference_config(i) for i in range(run.inference.replicas)]
+    if run.device == "cuda":
+        check_gpus(
+            trainer_gpus=run.trainer.gpus,
+            inference_gpus=[node.gpus for node in nodes],
+            available=len(list_gpus()),
+            transport=run.trainer.transport,
+        )
     for role, section in (("trainer", run.trainer), ("inference", run.inference)):
         if shutil.which(section.python) is None:
             raise ConfigError(f"{role}.python: no interpreter at {section.python}")
@@ -100,20 +108,12 @@ def check(run: RunFile) -> None:
     if run.trainer.init == "hf" and not any(run.trainer.model.glob("*.safetensors")):
         raise ConfigError(without_weights(run.trainer.model, random='trainer.init = "random"'))
     read_model_config(run.inference.model)
-    nodes = [run.inference_config(i) for i in range(run.inference.replicas)]
     check_parallel(model_config, trainer=run.trainer_config(), inference=nodes)
     for node in nodes:
         check_quantization(node)
         check_length(node)
     if run.inference.device == "cpu":
         check_cpu_attention(model_config)
-    if run.device == "cuda":
-        check_gpus(
-            trainer_gpus=run.trainer.gpus,
-            inference_gpus=[node.gpus for node in nodes],
-            available=len(list_gpus()) or None,
-            transport=run.trainer.transport,
-        )
     for node in nodes:
         check_port_free(node.host, node.port)
     if run.has_router:
@@ -350,7 +350,7 @@ def _router_status(run_dir: Path) -> dict[str, Any] | None:
 
 
 def _has_orchestrator(run_dir: Path, state: dict[str, Any]) -> bool:
-    """Whether an orchestrator should answer. A killed one leaves its endpoint behind."""
+    """Whether an orchestrator should answer. A killed one leaves its endpoint."""
     if not (run_dir / "endpoint").exists():
         return False
     may_be_elsewhere = not state  # `splice up` starts it on this host
@@ -519,15 +519,8 @@ def _start_router(
     """
     path = run.run_dir / ROUTER
     path.unlink(missing_ok=True)
-    launcher.start(
-        NodeProcess(
-            name="router",
-            argv=python_command(sys.executable, "-m", "splice.replica_router", config),
-            env={TOKEN: token},
-            log_file=run.run_dir / "logs" / "router.log",
-            restarts=RestartBudget(ROUTER_RESTARTS),
-        )
-    )
+    router = roles_of(run, config)[-1]
+    launcher.start(router.process(run.run_dir, env={TOKEN: token}, restarts=ROUTER_RESTARTS))
     deadline_s = time.monotonic() + ROUTER_START_S
     while not path.exists():
         wait("starting the router")

@@ -78,25 +78,34 @@ def _publication(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def render(found: dict[str, Any]) -> RenderableType:
-    """Return the frame as text and tables for a terminal."""
+    """Return a frame, or `up.status`, as text and tables for a terminal."""
     phase = f"{found.get('phase', 'no background process here')} {found.get('text', '')}".rstrip()
     lines = [f"{found['run_dir']}: {phase}"]
+    if "warning" in found:
+        lines.append(f"warning: {found['warning']}")
     if "loop" in found:
         lines.append(f"loop: {found['loop']['text']}")
     if "endpoint" not in found:
         return Text("\n".join(lines))
-    lines.append(
-        f"serves {found['alias'] or 'nothing yet'}; publication {found['publication']}; "
-        f"{found['queued_jobs']} jobs wait; {_job(found)}"
-    )
-    if found["training"]:
+    facts = [f"serves {found['alias'] or 'nothing yet'}", f"publication {found['publication']}"]
+    facts += [f"{found['queued_jobs']} jobs wait", *([_job(found)] if "job" in found else [])]
+    lines.append("; ".join([*facts, f"endpoint {found['endpoint']}"]))
+    if found["apart"]:
+        lines.append(f"{found['apart']}; Publish serves that state")
+    if found["trouble"]:
+        lines.append(f"replicas lack it: {found['trouble']}")
+    if found.get("training"):
         lines.append(_training(found["training"]))
-    nodes = Table("node", "state", "host", "GPUs", "memory in use")
+    nodes = Table("node", "state", "host", "GPUs", "memory in use", "URL")
     for node in found["nodes"]:
         memory = "\n".join(map(_memory, node["memory"]))
-        nodes.add_row(node["node_id"], node["state"], node["host"], ", ".join(node["gpus"]), memory)
+        gpus, url = ", ".join(node["gpus"]), str(node["detail"].get("base_url", ""))
+        nodes.add_row(node["node_id"], node["state"], node["host"], gpus, memory, url)
+    if router := found.get("router"):
+        states = ", ".join(f"{name} {one['state']}" for name, one in router["replicas"].items())
+        nodes.add_row("router", router["state"], states, "", "", router["url"])
     parts: list[RenderableType] = [Text("\n".join(lines)), nodes]
-    if found["publications"]:
+    if found.get("publications"):
         parts.append(_publications(found["publications"]))
     return Group(*parts)
 

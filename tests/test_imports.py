@@ -1,8 +1,9 @@
 """The import rule, by importing every module in a fresh interpreter and by reading every import
 statement.
 
-splice            imports neither torch, Megatron, vLLM nor transformers; of ours the orchestrator
-                  and the trainer's launcher. splice.tinker, which needs an extra, has numpy besides
+splice            imports neither torch, Megatron, vLLM nor transformers; of ours the orchestrator,
+                  the trainer's launcher and its registry of losses. splice.tinker, which needs an
+                  extra, has numpy too
 orchestrator      imports neither torch, Megatron, vLLM nor transformers, nor any other package of
                   ours
 weight_transfer   imports torch; of ours only message types and errors
@@ -19,8 +20,10 @@ from __future__ import annotations
 import ast
 import graphlib
 import json
+import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -41,14 +44,25 @@ HEAVY = (
 SHARED_BY_ALL = ("orchestrator.protocol", "orchestrator.errors", "orchestrator.processes")
 
 MAY_IMPORT_OF_OURS = {
-    "splice": ("splice", "orchestrator", "trainer_node.launcher"),
+    "splice": ("splice", "orchestrator", "trainer_node.launcher", "trainer_node.training.registry"),
     "orchestrator": ("orchestrator",),
     "weight_transfer": ("weight_transfer", *SHARED_BY_ALL),
     "trainer_node": ("trainer_node", "weight_transfer", *SHARED_BY_ALL),
     "inference_node": ("inference_node", "weight_transfer", *SHARED_BY_ALL),
 }
 ALLOWED = {"splice.tinker": ("numpy",)}
-"""What a package with an extra of its own may import all the same."""
+"""What a package with its own extra may import all the same."""
+TINKER = ("tinker", "fastapi", "uvicorn")
+EDGES = {
+    "splice.tinker": TINKER,
+    "splice.replica_router": ("aiohttp",),
+    "splice.ray_launcher": ("ray",),
+    "splice.report": ("matplotlib",),
+    "splice.rl.verifiers": ("verifiers", "renderers", "aiohttp"),
+}
+"""Optional part -> the packages of its extra. Only the part imports them, and the core does not
+import the part's packages."""
+EXTRAS = {name for names in EDGES.values() for name in names} | {"reasoning_gym"}
 FOLDERS_IN_CIRCLES = {
     "splice",
     "splice.rl",
@@ -230,17 +244,55 @@ def test_what_a_user_may_import_stays() -> None:
     import splice
 
     assert " ".join(splice.__all__) == (
-        "ASK ASK_CHAT AdapterResult AsyncSpliceClient Batch BatchBuffers Completion ConfigError "
-        "ContentChanged ExportHf ExportHfResult Forward ForwardBackward ForwardBackwardResult "
-        "ForwardResult InitialSync JobFailed JobResult KlSpec LinkLost "
-        "LoadAdapter LoadCheckpoint LoadCheckpointResult LossSpec NewAdapter NodeLost "
-        "OptimParams OptimStep OptimStepResult Progress ProtocolError Publish "
-        "PublishResult Resync SaveCheckpoint SaveCheckpointResult SpliceClient "
-        "SpliceError Status TensorSpec TrainLora TrainLoraResult TrainMerged "
+        "ASK ASK_CHAT LOSS_PARAMETERS AdapterResult AsyncSpliceClient Batch BatchBuffers "
+        "Completion ConfigError ContentChanged ErrorCode ExportHf ExportHfResult Forward "
+        "ForwardBackward ForwardBackwardResult ForwardResult InitialSync JobFailed JobResult "
+        "KlSpec LinkLost LoadAdapter LoadCheckpoint LoadCheckpointResult LossSpec MemoryUse "
+        "NewAdapter NodeLost NodeStatus OptimParams OptimStep OptimStepResult Progress "
+        "ProtocolError Publish PublishResult Resync SaveCheckpoint SaveCheckpointResult "
+        "SpliceClient SpliceError Status TensorSpec TrainLora TrainLoraResult TrainMerged "
         "TrainMergedResult VerificationError batch_specs completions_of group_advantages "
         "grpo_batch sft_batch"
     )
     assert all(getattr(splice, name).__doc__ for name in splice.__all__)
+
+
+def test_users_import_splice_and_nothing_else_of_ours() -> None:
+    """Examples, and the blocks of Python in every page."""
+    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    sources = [(p, p.read_text(encoding="utf-8")) for p in (ROOT / "examples").rglob("*.py")]
+    sources += [
+        (page, textwrap.dedent(block))
+        for page in pages
+        for block in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+    ]
+    wrong = {
+        (str(path.relative_to(ROOT)), name)
+        for path, source in sources
+        for name in imported_names(source, module=str(path))
+        if is_within(name, OURS) and not is_within(name, ("splice",))
+    }
+    assert len(sources) > 15
+    assert not wrong
+
+
+def test_the_core_loads_no_extra() -> None:
+    needy = ("splice.tinker", "splice.replica_router")  # they import their extra at the top
+    modules = [m for m in modules_of("splice") if not is_within(m, needy)]
+    modules += [*modules_of("orchestrator"), "trainer_node", "inference_node"]
+    assert not loaded_after_importing(modules) & EXTRAS
+
+
+def test_only_its_part_imports_an_extra() -> None:
+    wrong: dict[str, list[str]] = {}
+    for package in NEVER:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            own = {n for part, ns in EDGES.items() if is_within(module, (part,)) for n in ns}
+            names = imported_names(path.read_text(encoding="utf-8"), module=module)
+            if found := [n for n in names if is_within(n, tuple(EXTRAS - own))]:
+                wrong[module] = found
+    assert not wrong
 
 
 def test_weight_transfer_loads_torch_and_message_types_only() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import ssl
 import subprocess
 import sys
 import tomllib
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -159,3 +161,24 @@ def test_compose_runs_commands_that_splice_has() -> None:
         )
         assert done.returncode == 0, done.stderr
         assert all(option in done.stdout for option in options), done.stdout
+
+
+def test_the_wheel_has_types_and_no_benchmarks(tmp_path: Path) -> None:
+    ours = ("splice", "orchestrator", "trainer_node", "inference_node", "weight_transfer")
+    for name in (*ours, "benchmarks"):
+        shutil.copytree(
+            ROOT / name,
+            tmp_path / name,
+            ignore=lambda folder, names: [
+                n for n in names if not (Path(folder, n).is_dir() or n.endswith((".py", ".typed")))
+            ],
+        )
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    argv = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps"]
+    subprocess.run([*argv, "--no-index", "--wheel-dir", "out", "."], cwd=tmp_path, check=True)
+    with zipfile.ZipFile(next((tmp_path / "out").glob("*.whl"))) as wheel:
+        names = wheel.namelist()
+    assert {name.partition("/")[0] for name in names if name.endswith(".py")} == set(ours)
+    typed = {"splice", "orchestrator", "trainer_node"}  # where public names are from
+    assert {f"{package}/py.typed" for package in typed} <= set(names)

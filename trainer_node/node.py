@@ -32,7 +32,6 @@ from orchestrator.processes.interfaces import gloo_variables, refuse_loopback_na
 from orchestrator.processes.logs import log_to_stderr
 from orchestrator.processes.restarts import EXIT_AFRESH, EXIT_CONFIG, EXIT_LINK_LOST, START_ID
 from orchestrator.protocol.config import TrainerConfig
-from orchestrator.protocol.config_errors import read_json
 from orchestrator.protocol.frames import Envelope
 from orchestrator.protocol.messages import (
     AbortSend,
@@ -45,12 +44,13 @@ from orchestrator.protocol.messages import (
     ReleaseMemory,
     check_node_id,
 )
+from orchestrator.protocol.messages.mistakes import read_json
 from orchestrator.protocol.node_link import NodeLink
 from trainer_node.ranks import heap
 from trainer_node.ranks.lockstep import Failure, Lockstep, has_diverged
 from trainer_node.request import Outcome, Request, classify
 from trainer_node.tools import admission
-from trainer_node.training.losses import loss_names
+from trainer_node.training.registry import loss_names
 from weight_transfer.nccl_group import nccl_version
 
 log = logging.getLogger("splice.trainer")

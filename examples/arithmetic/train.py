@@ -4,7 +4,7 @@
     python examples/arithmetic/train.py runs/arithmetic
 
 It writes curve.json after each step: rewards, and the accuracy on held-out problems. Start it again
-to go on where it ended.
+to continue where it ended.
 """
 
 import argparse

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +19,6 @@ import httpx
 from renderers import DefaultRendererConfig
 from verifiers.v1.tasksets.openenv import OpenEnvEnvConfig
 
-from orchestrator.processes.child import ChildProcess
 from splice import LossSpec, OptimParams
 from splice.rl import Loop, LoopConfig, SamplingConfig
 from splice.rl.verifiers import VerifiersEnvironment
@@ -28,21 +28,21 @@ START_S = 120
 
 @contextlib.contextmanager
 def serving_guesses():
-    """OpenEnv's server with `guess_env`, in a process of its own; yields its URL."""
+    """OpenEnv's server with `guess_env`, in its own process; yields its URL."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url, number = f"http://127.0.0.1:{listening.getsockname()[1]}", listening.fileno()
         folder = str(Path(__file__).parent)
         argv = [sys.executable, "-m", "uvicorn", "guess_env:app", "--app-dir", folder]
         # OpenEnv 0.4.1 closes a session that is closed; uvicorn 0.54 logs a traceback for each.
         argv += ["--fd", str(number), "--log-level", "critical"]
-        server = ChildProcess(argv=argv, env={}, log_file=None, pass_fds=[number])
-        server.start()
+        server = subprocess.Popen(argv, pass_fds=[number])
     try:
         # The socket listens already, so this request waits until the server has started.
         httpx.get(f"{url}/health", timeout=START_S, trust_env=False).raise_for_status()
         yield url
     finally:
-        server.stop()
+        server.terminate()
+        server.wait(timeout=START_S)
 
 
 def environment_of(arguments, url):

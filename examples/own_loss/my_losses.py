@@ -1,8 +1,8 @@
-"""A loss of one's own. The trainer imports this module (`trainer.loss_modules`)."""
+"""A loss of your own. The trainer imports this module (`trainer.loss_modules`)."""
 
 import torch
 
-from trainer_node.training.losses import LossOutput, register_loss
+from splice.losses import LossOutput, register_loss
 
 
 @register_loss("careful")

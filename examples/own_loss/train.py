@@ -1,4 +1,4 @@
-"""Train with a loss of one's own, on rewards that need no data.
+"""Train with a loss of your own, on rewards that need no data.
 
 export PYTHONPATH=$PWD/examples/own_loss
 splice up runs/own_loss --set "trainer.loss_modules=['my_losses']"

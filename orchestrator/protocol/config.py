@@ -116,8 +116,8 @@ class LoraConfig(Settings):
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """HF modules with an adapter, by the ends of their names, as in PEFT.
 
-    all-linear: every linear of the decoder layers, experts included, routers not. `lm_head`, next
-    to it or others, is the output layer. A tensor that stacks all experts is named with a dot:
+    all-linear: every linear of the decoder layers, experts included, routers not. `lm_head`, with
+    it or others, is the output layer. A tensor that stacks all experts is named with a dot:
     `experts.down_proj`."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropping an element of an adapter's input, in training passes only.
@@ -139,7 +139,7 @@ class LoraConfig(Settings):
         more = sorted(set(targets) - {ALL_LINEAR, LM_HEAD})
         if ALL_LINEAR in targets and more:
             raise ValueError(
-                f"lora targets: with all-linear only lm_head may be listed, not {', '.join(more)}"
+                f"lora targets: next to all-linear only lm_head can stand, not {', '.join(more)}"
             )
         return targets
 
@@ -238,11 +238,11 @@ class TrainerConfig(Settings):
     micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Most tokens in one pass of a rank's model.
 
-    Sequences are packed up to this number without attending to each other. A longer sequence is a
-    pass by itself. Context-parallel ranks share the tokens. The number affects memory and speed,
-    not results. auto: on a GPU, as many as fit into its memory, measured at the start, at most
-    65,536, and the same on all ranks; on a CPU, 4096. With auto on a GPU, a sequence that does not
-    fit is refused by name; a number measures nothing."""
+    Sequences are packed up to this number without attending to each other. A longer sequence has
+    its own pass. Context-parallel ranks share the tokens. The number affects memory and speed, not
+    results. auto: on a GPU, as many as fit into its memory, measured at the start, at most 65,536,
+    and the same on all ranks; on a CPU, 4096. With auto on a GPU, a sequence that does not fit is
+    refused by name; a number measures nothing."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass recomputes: none, those of core attention, or all but each
     layer's input."""
@@ -250,7 +250,7 @@ class TrainerConfig(Settings):
     """Compile each decoder layer with torch.compile. The first steps are then slow."""
     loss_modules: tuple[str, ...] = ()
     """Python modules to import at the start, which register the user's losses
-    (`trainer_node.training.losses.register_loss`)."""
+    (`splice.losses.register_loss`)."""
     memory: MemoryMode = "resident"
     """What the trainer holds between jobs.
 
@@ -266,7 +266,7 @@ class TrainerConfig(Settings):
     """How merged weights are rounded to `dtype`. In run.toml `publication.rounding` sets it.
 
     stochastic: unbiased, so that a version has the whole update, however small. An element goes up
-    or down by a threshold that depends only on its place and the run's seed.
+    or down by a threshold that depends on its place and the run's seed only.
     nearest: loses what is below half a unit in the last place of a weight. At learning rates below
     1e-4 that is most of an update."""
     numerics: Numerics = "adapters"

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.config_errors import nearest
+from orchestrator.protocol.messages.mistakes import nearest
 
 _COMMON = frozenset({
     "add_special_tokens", "allowed_token_ids", "bad_words", "cache_salt", "ec_transfer_params",

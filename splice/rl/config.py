@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import Settings
-from orchestrator.protocol.config_errors import config_error
 from orchestrator.protocol.messages import MIN_TEMPERATURE
+from orchestrator.protocol.messages.mistakes import UserInput
 from splice.batches import ASK
 from splice.rl.bodies import FIELDS, check_fields, json_of
 
@@ -35,20 +35,7 @@ INEXACT: dict[str, tuple[Any, ...]] = {
 with which it does not."""
 
 
-class _Settings(Settings):
-    """Says what is wrong as splice's configuration files do."""
-
-    if not TYPE_CHECKING:
-
-        def __init__(self, **values):
-            try:
-                super().__init__(**values)
-            except ValidationError as error:
-                name = type(self).__name__
-                raise config_error(error, model=type(self), source=name) from None
-
-
-class SamplingConfig(_Settings):
+class SamplingConfig(UserInput, Settings):
     """How answers are sampled."""
 
     max_tokens: int = Field(default=256, ge=1)
@@ -77,7 +64,7 @@ class SamplingConfig(_Settings):
         return dict(json.loads(json_of(extra)))
 
 
-class LoopConfig(_Settings):
+class LoopConfig(UserInput, Settings):
     """A loop: how much it samples, how stale a token may be, and what it does on failures."""
 
     max_staleness: int = Field(default=1, ge=0)

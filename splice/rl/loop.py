@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.config_errors import check_loss_name
 from orchestrator.protocol.messages import LossSpec, OptimParams, Status, TrainMergedResult
+from orchestrator.protocol.messages.mistakes import check_loss_name
 from splice.batches import Completion, grpo_batch
 from splice.client import SpliceClient
 from splice.rl import decisions

@@ -25,7 +25,7 @@ import json
 import math
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,21 +51,28 @@ class ProofError(SpliceError, RuntimeError):
 
 
 @dataclass(slots=True, kw_only=True)
+class Figures:
+    """One version's differences in nats, under the report's names. None: there is no previous
+    version, or only bf16 has it."""
+
+    max_logprob_diff: float
+    median_logprob_diff: float
+    diff_to_previous: float | None = None
+    median_diff_to_previous: float | None = None
+    median_rounding_diff: float | None = None
+    """bf16: median difference of transformers' bf16 and fp32 results."""
+    way_from_previous: float | None = None
+    """bf16: how far what is served came from the previous reference (0) to its own (1)."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Proof:
-    """Differences in nats. `failures` is empty if every check held."""
+    """`failures` is empty if every check held."""
 
     tau: float
-    """fp32: the largest allowed difference. bf16: unused."""
-    rounding: dict[int, float] = field(default_factory=dict)
-    """bf16: median difference of transformers' bf16 and fp32 results."""
-    median_to_own: dict[int, float] = field(default_factory=dict)
-    median_to_previous: dict[int, float] = field(default_factory=dict)
-    way: dict[int, float] = field(default_factory=dict)
-    """bf16: how far what is served came from the previous reference (0) to its own (1)."""
-    to_own: dict[int, float] = field(default_factory=dict)
-    to_previous: dict[int, float] = field(default_factory=dict)
+    """fp32: the largest allowed difference in nats. bf16: unused."""
+    versions: dict[int, Figures] = field(default_factory=dict)
     perturbed: dict[str, float] = field(default_factory=dict)
-    share_changed: dict[int, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
 
@@ -141,56 +148,47 @@ def judge(
     proof = Proof(tau=tau)
     for version, logprobs in sorted(served.items()):
         own, previous = reference[str(version)], reference.get(str(version - 1))
-        proof.to_own[version] = max_difference(logprobs, own)
-        proof.median_to_own[version] = median_difference(logprobs, own)
+        found = proof.versions[version] = Figures(
+            max_logprob_diff=max_difference(logprobs, own),
+            median_logprob_diff=median_difference(logprobs, own),
+        )
         if previous is not None:
-            proof.to_previous[version] = max_difference(logprobs, previous)
-            proof.median_to_previous[version] = median_difference(logprobs, previous)
+            found.diff_to_previous = max_difference(logprobs, previous)
+            found.median_diff_to_previous = median_difference(logprobs, previous)
         if rounded is None:
-            _judge_sharply(proof, version)
-        else:
-            proof.rounding[version] = median_difference(rounded[str(version)], own)
-            _judge_rounding(proof, version)
-            if previous is not None:
-                proof.way[version] = way(logprobs, own, previous)
-                seen = is_way_visible(own, rounded[str(version)], previous, times=RANGE)
-                _judge_way(proof, version, is_visible=seen)
+            proof.failures += _judge_sharply(found, version, tau)
+            continue
+        own_rounded = rounded[str(version)]
+        found.median_rounding_diff = rounding = median_difference(own_rounded, own)
+        if not found.median_logprob_diff <= RANGE * rounding < math.inf:
+            proof.failures.append(
+                f"@{version}: served differs from its reference by "
+                f"{found.median_logprob_diff:.2e} in the median, bf16 rounding explains only "
+                f"{rounding:.2e}"
+            )
+        if previous is not None:
+            found.way_from_previous = come = way(logprobs, own, previous)
+            if not is_way_visible(own, own_rounded, previous, times=RANGE):
+                proof.failures.append(
+                    f"@{version} differs too little from @{version - 1} to be told apart from it "
+                    "over bf16 rounding: pass a larger --lr"
+                )
+            elif not abs(come - 1) < 0.5:
+                proof.failures.append(
+                    f"@{version}: served came {come:.0%} of the way from @{version - 1}'s "
+                    "reference to its own"
+                )
     return proof
 
 
-def _judge_sharply(proof: Proof, version: int) -> None:
-    own, previous = proof.to_own[version], proof.to_previous.get(version)
-    if not own < proof.tau:
-        proof.failures.append(
-            f"@{version}: served differs from its reference by {own:.2e}, "
-            f"more than tau = {proof.tau:.0e}"
+def _judge_sharply(found: Figures, version: int, tau: float) -> Iterator[str]:
+    own, previous = found.max_logprob_diff, found.diff_to_previous
+    if not own < tau:
+        yield (
+            f"@{version}: served differs from its reference by {own:.2e}, more than tau = {tau:.0e}"
         )
-    if previous is not None and not previous > 10 * proof.tau:
-        proof.failures.append(
-            f"@{version}: served differs from @{version - 1}'s reference by only {previous:.2e}"
-        )
-
-
-def _judge_rounding(proof: Proof, version: int) -> None:
-    own, rounding = proof.median_to_own[version], proof.rounding[version]
-    if not own <= RANGE * rounding < math.inf:
-        proof.failures.append(
-            f"@{version}: served differs from its reference by {own:.2e} in the median, "
-            f"bf16 rounding explains only {rounding:.2e}"
-        )
-
-
-def _judge_way(proof: Proof, version: int, *, is_visible: bool) -> None:
-    if not is_visible:
-        proof.failures.append(
-            f"@{version} differs too little from @{version - 1} to be told apart from it over "
-            "bf16 rounding: pass a larger --lr"
-        )
-    elif not abs(proof.way[version] - 1) < 0.5:
-        proof.failures.append(
-            f"@{version}: served came {proof.way[version]:.0%} of the way from "
-            f"@{version - 1}'s reference to its own"
-        )
+    if previous is not None and not previous > 10 * tau:
+        yield f"@{version}: served differs from @{version - 1}'s reference by only {previous:.2e}"
 
 
 def judge_sensitivity(proof: Proof, perturbed: Mapping[str, float], *, sharp: bool) -> None:

@@ -1,9 +1,8 @@
-"""Samples answers to yes/no/maybe prompts over the OpenAI API and makes them a training batch.
+"""Samples answers to yes/no/maybe prompts over the OpenAI API and gives them rewards.
 
 The sampler draws only the answers' tokens (`allowed_token_ids`). So a model with random weights
 answers too, and the rewards of every batch vary. vLLM returns log-probs of that restricted
-distribution at the request's temperature. The loss normalises over the same tokens, and the batch
-holds the temperature. Shapes: S = sequences, T = tokens of all sequences end to end.
+distribution at the request's temperature. The loss normalises over the same tokens.
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ import asyncio
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean
 
 import httpx
 
 from orchestrator.errors import SpliceError
-from orchestrator.protocol.messages import TensorSpec
-from splice.batches import ASK, Completion, completions_of, grpo_batch
+from splice.batches import ASK, Completion, completions_of
 
+Scored = tuple[Completion, float]
+"""An answer and its reward."""
 REWARDS = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
 """Reward of each answer. The task is the usual yes-no-maybe toy: learn to answer maybe."""
 TEMPERATURE = 0.8
@@ -28,39 +27,6 @@ TEMPERATURE = 0.8
 _VERBS = ("Respond", "Answer", "Reply", "React")
 _ORDERS = tuple(" or ".join(p) for p in itertools.permutations(REWARDS))
 PROMPTS = tuple(f"{verb} with {order}:" for verb in _VERBS for order in _ORDERS)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
-    """One sampled answer. `answer_ids` and `logprobs` have the same length."""
-
-    prompt_ids: tuple[int, ...]
-    answer_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    reward: float
-    version: int
-    temperature: float
-
-    @property
-    def completion(self) -> Completion:
-        """As `splice.batches` has it."""
-        return Completion(
-            prompt_ids=self.prompt_ids,
-            answer_ids=self.answer_ids,
-            logprobs=self.logprobs,
-            temperature=self.temperature,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """A batch for the protocol, and its figures for the report."""
-
-    specs: tuple[TensorSpec, ...]
-    buffers: tuple[bytes, ...]
-    reward_mean: float
-    num_tokens: int
-    num_sequences: int
 
 
 class RolloutError(SpliceError, RuntimeError):
@@ -95,8 +61,8 @@ async def sample(
     seed: int,
     restrict: bool = True,
     temperature: float = TEMPERATURE,
-) -> list[list[Rollout]]:
-    """Sample `group_size` answers to each prompt from the alias `model`.
+) -> list[list[Scored]]:
+    """Sample `group_size` answers to each prompt from the alias `model`, each with its reward.
 
     The reward is the mean over the answer's tokens. A token that is no answer earns 0.
 
@@ -104,25 +70,29 @@ async def sample(
         restrict: draw only the answers' tokens. The log-probs are then those of the restricted
             distribution.
     """
-    return list(
-        await asyncio.gather(
-            *(
-                _sample_group(
-                    http,
-                    model=model,
-                    prompt=p,
-                    rewards=rewards,
-                    group_size=group_size,
-                    max_tokens=max_tokens,
-                    # vLLM seeds answer k with seed + k, so the seeds of prompts must not overlap.
-                    seed=(seed * 1000 + i) * group_size,
-                    restrict=restrict,
-                    temperature=temperature,
-                )
-                for i, p in enumerate(prompts)
-            )
-        )
-    )
+    body = {
+        "model": model,
+        "n": group_size,
+        "max_tokens": max_tokens,
+        "min_tokens": max_tokens,
+        "temperature": temperature,
+        "ignore_eos": True,
+        **({"allowed_token_ids": sorted(rewards)} if restrict else {}),
+        **ASK,
+    }
+
+    async def group(index: int, prompt: str) -> list[Scored]:
+        # vLLM seeds answer k with seed + k, so the seeds of prompts must not overlap.
+        own = {"prompt": prompt, "seed": (seed * 1000 + index) * group_size}
+        response = await http.post("/v1/completions", json=body | own)
+        if response.status_code != 200:
+            raise RolloutError(f"{model} answered {response.status_code}: {response.text[:500]}")
+        return [
+            (answer, fmean(rewards.get(t, 0.0) for t in answer.answer_ids))
+            for answer in completions_of(response.json(), temperature=temperature)
+        ]
+
+    return list(await asyncio.gather(*(group(i, p) for i, p in enumerate(prompts))))
 
 
 def choose_prompts(*, count: int, seed: int) -> list[str]:
@@ -130,56 +100,11 @@ def choose_prompts(*, count: int, seed: int) -> list[str]:
     return random.Random(seed).sample(PROMPTS, k=min(count, len(PROMPTS)))
 
 
-async def _sample_group(
-    http: httpx.AsyncClient,
-    *,
-    model: str,
-    prompt: str,
-    rewards: dict[int, float],
-    group_size: int,
-    max_tokens: int,
-    seed: int,
-    restrict: bool,
-    temperature: float,
-) -> list[Rollout]:
-    body = {
-        "model": model,
-        "prompt": prompt,
-        "n": group_size,
-        "max_tokens": max_tokens,
-        "min_tokens": max_tokens,
-        "temperature": temperature,
-        "seed": seed,
-        "ignore_eos": True,
-        **ASK,
-    }
-    if restrict:
-        body["allowed_token_ids"] = sorted(rewards)
-    response = await http.post("/v1/completions", json=body)
-    if response.status_code != 200:
-        raise RolloutError(f"{model} answered {response.status_code}: {response.text[:500]}")
-    version = int(response.headers["x-splice-version"])
-    return [
-        Rollout(
-            prompt_ids=completion.prompt_ids,
-            answer_ids=completion.answer_ids,
-            logprobs=completion.logprobs,
-            reward=fmean(rewards.get(t, 0.0) for t in completion.answer_ids),
-            version=version,
-            temperature=temperature,
-        )
-        for completion in completions_of(response.json())
-    ]
+def mean_reward(groups: Sequence[Sequence[Scored]]) -> float:
+    """Mean over all answers."""
+    return fmean(reward for group in groups for _, reward in group)
 
 
-def build_batch(groups: Sequence[Sequence[Rollout]]) -> Batch:
-    """Lay out groups of rollouts as a batch, with temperatures."""
-    flat = [r for g in groups for r in g]
-    batch = grpo_batch([[(r.completion, r.reward) for r in group] for group in groups])
-    return Batch(
-        specs=batch.specs,
-        buffers=batch.buffers,
-        reward_mean=fmean(r.reward for r in flat),
-        num_tokens=sum(len(r.prompt_ids) + len(r.answer_ids) for r in flat),
-        num_sequences=len(flat),
-    )
+def versions_of(groups: Sequence[Sequence[Scored]]) -> set[int]:
+    """Return the versions that sampled the answers."""
+    return {version for group in groups for answer, _ in group for version in answer.versions}

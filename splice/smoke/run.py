@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,11 +29,12 @@ from orchestrator.protocol.messages import (
     TrainMerged,
     TrainMergedResult,
 )
+from splice.batches import Batch, grpo_batch
 from splice.client import run_watched
 from splice.cluster import Cluster
 from splice.smoke import proof as proving
 from splice.smoke import rollouts, served
-from splice.smoke.config import SmokeConfig, check
+from splice.smoke.config import TAU, SmokeConfig, check
 from splice.smoke.display import Display
 from splice.smoke.report import SmokeReport, print_table
 
@@ -156,7 +158,7 @@ class _Smoke:
         self._sequences = served.probe_sequences(vocab_size=self._vocab_size, prompts=prompts)
 
     def _train_and_publish(self, step: int) -> None:
-        batch, rollout_s = self._rollouts(step)
+        batch, reward, rollout_s = self._rollouts(step)
         job = TrainMerged(
             loss=LossSpec(name="grpo", allowed_token_ids=tuple(sorted(self._rewards))),
             optim=OptimParams(lr=self._config.lr),
@@ -167,9 +169,10 @@ class _Smoke:
         self._check_metrics(step, result.metrics)
         for text in result.warnings:
             self._display.done(escape(f"@{step}: {text}"))
-        self._after_version(result, reward=batch.reward_mean, rollout_s=rollout_s)
+        self._after_version(result, reward=reward, rollout_s=rollout_s)
 
-    def _rollouts(self, step: int) -> tuple[rollouts.Batch, float]:
+    def _rollouts(self, step: int) -> tuple[Batch, float, float]:
+        """Return a batch, its mean reward, and the seconds that it took."""
         job = f"{self._run.name}@{step}" if step <= self._config.steps else "TrainLora"
         self._display.phase(f"{job}: rollouts from {self._run.name}@{step - 1}")
         started_s = time.monotonic()
@@ -186,12 +189,12 @@ class _Smoke:
                 seed=step,
             )
         )
-        versions = {r.version for g in groups for r in g}
+        versions = rollouts.versions_of(groups)
         if versions != {step - 1}:
             self._fail(
                 f"@{step}: rollouts came from versions {sorted(versions)}, expected {step - 1}"
             )
-        return rollouts.build_batch(groups), time.monotonic() - started_s
+        return grpo_batch(groups), rollouts.mean_reward(groups), time.monotonic() - started_s
 
     def _after_version(
         self, result: PublishResult, *, reward: float | None, rollout_s: float
@@ -235,13 +238,13 @@ class _Smoke:
                     "answer had the same reward, take a smaller --lr"
                 )
         gap = metrics.get("logprob_gap_max")
-        if gap is None or (self._run.trainer.dtype == "float32" and not gap < self._config.tau):
+        if gap is None or (self._run.trainer.dtype == "float32" and not gap < TAU):
             self._fail(
                 f"@{step}: trainer and sampler disagree on the sampled tokens' log-probs by {gap}"
             )
 
     def _train_lora(self) -> None:
-        batch, rollout_s = self._rollouts(self._config.steps + 1)
+        batch, _, rollout_s = self._rollouts(self._config.steps + 1)
         output_dir = self._run.run_dir.absolute() / "lora_job"
         job = TrainLora(
             loss=LossSpec(name="grpo", allowed_token_ids=tuple(sorted(self._rewards))),
@@ -280,7 +283,7 @@ class _Smoke:
             trained=self._trained,
             sequences=self._sequences,
             work_dir=self._run.run_dir,
-            tau=self._config.tau if sharp else None,
+            tau=TAU if sharp else None,
             rounding_seed=trainer.seed if trainer.rounding == "stochastic" else None,
         )
         proof = proving.judge(
@@ -296,12 +299,7 @@ class _Smoke:
                 f"the adapter that TrainLora wrote equals the previous one: {moved:.1e} nats apart"
             )
         for row in self._report.versions:
-            row["max_logprob_diff"] = proof.to_own[row["version"]]
-            row["diff_to_previous"] = proof.to_previous.get(row["version"])
-            row["median_logprob_diff"] = proof.median_to_own[row["version"]]
-            row["median_diff_to_previous"] = proof.median_to_previous.get(row["version"])
-            row["median_rounding_diff"] = proof.rounding.get(row["version"])
-            row["way_from_previous"] = proof.way.get(row["version"])
+            row |= asdict(proof.versions[row["version"]])
         self._report.proof = {
             "tau": proof.tau if sharp else None,
             "perturbed": proof.perturbed,
@@ -357,5 +355,5 @@ def _settings(config: SmokeConfig) -> dict[str, Any]:
     return {
         **{n: getattr(config, n) for n in _SETTINGS},
         "run": config.run.model_dump(mode="json"),
-        "tau": config.tau,
+        "tau": TAU,
     }

@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pydantic import ValidationError
 from tinker import types
 
-from orchestrator.errors import REFUSED, ErrorCode, JobFailed
+from orchestrator.errors import REFUSED, ConfigError, ErrorCode, JobFailed
 from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import OptimParams
 from splice.client import SpliceClient
@@ -25,7 +24,7 @@ from splice.tinker.adapters import of_model
 from splice.tinker.books import INITIAL, UNKNOWN, Books, Request, Result, json_result
 from splice.tinker.config import TinkerConfig
 from splice.tinker.jobs import Jobs
-from splice.tinker.refused import malformed, unsupported, wrong_value
+from splice.tinker.refused import malformed, unsupported
 
 log = logging.getLogger("splice.tinker")
 FOLDER = "tinker"
@@ -406,5 +405,5 @@ def optim_params(params: Any) -> OptimParams:
             weight_decay=params.weight_decay,
             max_grad_norm=params.grad_clip_norm or None,
         )
-    except ValidationError as error:
-        raise wrong_value("adam_params", error) from error
+    except ConfigError as error:
+        raise malformed(f"adam_params: {error}") from error

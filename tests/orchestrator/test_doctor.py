@@ -23,7 +23,17 @@ TRAINER = {
     "msgpack": "1.1.0",
     "pydantic": "2.14.3",
 }
-GPU_LINE = "0, NVIDIA H200, 143771, 580.65.06"
+ONE_GPU = """
+from types import SimpleNamespace
+class NVMLError(Exception): pass
+class NVMLError_NotSupported(NVMLError): pass
+def nvmlInit(): pass
+def nvmlSystemGetDriverVersion(): return "580.65.06"
+def nvmlDeviceGetCount(): return 1
+def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetName(handle): return "NVIDIA H200"
+def nvmlDeviceGetMemoryInfo(handle): return SimpleNamespace(total=143771 * 2**20)
+"""
 
 
 def verdicts(role, installed, *, on_gpus):
@@ -59,9 +69,8 @@ def test_a_server_for_the_device_is_needed():
 
 
 def run_doctor(*options: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    if path is not None:
-        environment["PATH"] = f"{path}:{environment['PATH']}"
+    own = f"{path}:{REPO}" if path is not None else str(REPO)
+    environment = {**os.environ, "PYTHONPATH": own}
     argv = [sys.executable, "-m", "splice", "doctor", *options]
     return subprocess.run(
         argv, cwd="/", env=environment, capture_output=True, text=True, timeout=120, check=False
@@ -81,21 +90,19 @@ def test_the_side_it_runs_on_needs_no_other_environment():
 
 
 @pytest.fixture
-def nvidia_smi(tmp_path):
-    """A host with one GPU, as far as `nvidia-smi` tells."""
-    script = tmp_path / "nvidia-smi"
-    script.write_text(f"#!/bin/sh\necho '{GPU_LINE}'\n")
-    script.chmod(0o755)
+def one_gpu(tmp_path):
+    """A folder for PYTHONPATH: a host with one GPU, as far as `pynvml` tells."""
+    (tmp_path / "pynvml.py").write_text(ONE_GPU)
     return tmp_path
 
 
-def test_gpus_are_listed_and_what_they_need_is_missed(nvidia_smi):
-    done = run_doctor("--role", "trainer", path=nvidia_smi)
+def test_gpus_are_listed_and_what_they_need_is_missed(one_gpu):
+    done = run_doctor("--role", "trainer", path=one_gpu)
     assert "GPU 0: NVIDIA H200, 143771 MiB, driver 580.65.06" in done.stdout
     assert done.returncode == 1, "the CPU environment has no cupy"
     row = next(line for line in done.stdout.splitlines() if "cupy-cuda13x" in line)
     assert "no" in row and "NCCL on the trainer" in row
-    done = run_doctor("--role", "trainer", "--json", path=nvidia_smi)
+    done = run_doctor("--role", "trainer", "--json", path=one_gpu)
     found = json.loads(done.stdout)
     assert done.returncode == 1 and not found["ok"]
     assert [gpu["memory_mib"] for gpu in found["gpus"]] == [143771]

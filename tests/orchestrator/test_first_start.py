@@ -20,8 +20,8 @@ from orchestrator.control import waiting
 from orchestrator.errors import ConfigError, JobFailed, NodeLost
 from orchestrator.processes import interfaces
 from orchestrator.protocol.config import TrainerConfig
-from orchestrator.protocol.config_errors import read_json
 from orchestrator.protocol.messages import Hello, InitialSync
+from orchestrator.protocol.messages.mistakes import read_json
 from orchestrator.protocol.node_link import NodeLink
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.server import Orchestrator
@@ -276,8 +276,8 @@ def test_a_mistake_in_an_option_is_one_sentence():
     argv = [sys.executable, "-m", "splice", "smoke", "--set", "model=m"]
     argv += ["--set", "trainer.parallel.tensor=2", "--set", "trainer.parallel.world_size=3"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and "world_size 3 is not a multiple of tensor 2" in done.stdout
-    assert "pydantic" not in done.stdout
+    assert done.returncode == 2 and "world_size 3 is not a multiple of tensor 2" in done.stderr
+    assert "pydantic" not in done.stderr
 
 
 def test_the_smoke_run_takes_a_hub_id(tmp_path):
@@ -296,7 +296,7 @@ def test_the_smoke_run_takes_a_hub_id(tmp_path):
             [*argv, model], env=hub, capture_output=True, text=True, timeout=120, check=False
         )
         assert done.returncode == 2, done.stderr
-        said[model] = done.stdout
+        said[model] = done.stderr
     assert f"{snapshot} has no *.safetensors" in said["tiny/dense"]
     assert "tiny/other is not a local folder, and the Hub download failed" in said["tiny/other"]
 

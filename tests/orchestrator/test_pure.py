@@ -22,14 +22,14 @@ from orchestrator.protocol.messages import Manifest, TensorSpec
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.state import REVERSIBLE, State, advance, after_failure
 from orchestrator.publication.verification import digest_mismatches
-from splice import preflight
-from splice.batches import group_advantages
+from splice import preflight, up
+from splice.batches import Completion, group_advantages, grpo_batch
 from splice.run_file import RunFile, build, set_value
 from splice.smoke import config as smoke_config
 from splice.smoke.config import SmokeConfig, smoke_run
 from splice.smoke.display import Display
 from splice.smoke.proof import judge, judge_sensitivity
-from splice.smoke.rollouts import Rollout, build_batch
+from splice.smoke.rollouts import mean_reward
 from splice.smoke.served import max_difference
 
 
@@ -94,25 +94,12 @@ def test_digest_mismatches_names_the_tensor():
 
 
 def test_batch_by_hand():
-    group = [
-        Rollout(
-            prompt_ids=(7, 8),
-            answer_ids=(1,),
-            logprobs=(-0.5,),
-            reward=1.0,
-            version=0,
-            temperature=0.5,
-        ),
-        Rollout(
-            prompt_ids=(7, 8),
-            answer_ids=(2, 3),
-            logprobs=(-1.0, -2.0),
-            reward=0.0,
-            version=0,
-            temperature=2.0,
-        ),
-    ]
-    batch = build_batch([group])
+    one, two = (
+        Completion(prompt_ids=(7, 8), answer_ids=ids, logprobs=logprobs, temperature=temperature)
+        for ids, logprobs, temperature in (((1,), (-0.5,), 0.5), ((2, 3), (-1.0, -2.0), 2.0))
+    )
+    group = [(one, 1.0), (two, 0.0)]
+    batch = grpo_batch([group])
     tokens, lengths, mask, advantages, logprobs, temperatures = batch.buffers
     assert array.array("i", tokens).tolist() == [7, 8, 1, 7, 8, 2, 3]
     assert array.array("i", lengths).tolist() == [3, 4]
@@ -120,7 +107,7 @@ def test_batch_by_hand():
     assert array.array("f", logprobs).tolist() == [0, 0, -0.5, 0, 0, -1.0, -2.0]
     assert array.array("f", advantages).tolist() == pytest.approx([0, 0, 1, 0, 0, -1, -1], abs=1e-5)
     assert array.array("f", temperatures).tolist() == [0.5, 2.0]
-    assert batch.reward_mean == 0.5 and [s.shape for s in batch.specs] == [
+    assert mean_reward([group]) == 0.5 and [s.shape for s in batch.specs] == [
         (7,),
         (2,),
         (7,),
@@ -307,7 +294,7 @@ def test_in_bf16_the_yardstick_is_what_rounding_alone_does():
     rounded = {"0": [[0.0, -1.1, -0.9]], "1": [[0.0, -3.1, -2.9]]}
     served = {0: [[0.0, -1.15, -1.0]], 1: [[0.0, -2.9, -3.2]]}
     good = judge(tau=1e-4, served=served, reference=reference, rounded=rounded)
-    assert good.failures == [] and good.rounding[0] == pytest.approx(0.1)
+    assert good.failures == [] and good.versions[0].median_rounding_diff == pytest.approx(0.1)
     stale = judge(
         tau=1e-4, served={0: served[0], 1: served[0]}, reference=reference, rounded=rounded
     )
@@ -467,8 +454,9 @@ def test_a_smoke_of_another_model_trains_and_serves_it(tmp_path: Path) -> None:
     assert not run.inference.enforce_eager or run.device == "cpu", "the file's own settings"
 
 
-def test_a_smoke_on_gpus_needs_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smoke_config, "list_gpus", list)
+def test_a_run_on_gpus_needs_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "list_gpus", tuple)
     run = smoke_run(None, ("device=cuda",), tiny=lambda: tmp_path)
-    with pytest.raises(ConfigError, match="lists no GPU here"):
-        smoke_config.check(SmokeConfig(run=run))
+    for check in (up.check, lambda run: smoke_config.check(SmokeConfig(run=run))):
+        with pytest.raises(ConfigError, match="NVML lists no GPU on this host"):
+            check(run)

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from orchestrator.errors import ConfigError
-from splice.ray_launcher import roles_of
+from splice.ray_launcher import bundle_of
+from splice.roles import refuse_many_hosts, roles_of
 from splice.run_file import load
 from tests.orchestrator.hosts_file import FILE
 
@@ -20,16 +21,16 @@ def path(tmp_path):
 
 
 def test_each_role_has_its_gpus_and_keys(path):
-    roles = {role.name: role for role in roles_of(load(path))}
+    roles = {role.name: role for role in roles_of(load(path), path, is_spread=True)}
     replicas = ["inference-0", "inference-1", "inference-2"]
     assert list(roles) == ["orchestrator", "trainer", *replicas, "router"]
-    assert {n for n, role in roles.items() if role.bundle == {"CPU": 1, "GPU": 2}} == {
+    assert {n for n, role in roles.items() if bundle_of(role) == {"CPU": 1, "GPU": 2}} == {
         "trainer",
         *replicas,
     }
     keys = path.parent / "keys"
-    assert roles["inference-1"].keys == str(keys / "inference-1")
-    assert roles["router"].keys == str(keys / "client") and roles["orchestrator"].keys == ""
+    assert roles["inference-1"].keys == keys / "inference-1"
+    assert roles["router"].keys == keys / "client" and roles["orchestrator"].keys is None
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ def test_each_role_has_its_gpus_and_keys(path):
 )
 def test_what_cannot_work_is_refused(path, override, said):
     with pytest.raises(ConfigError, match=said):
-        roles_of(load(path, [override]))
+        refuse_many_hosts(roles_of(load(path, [override]), path, is_spread=True), launcher="ray")
 
 
 def test_without_ray_the_extra_is_named(path):

@@ -144,24 +144,24 @@ def test_what_is_shown_reads_back(device, tmp_path):
     [
         ("trainer.lora.rnk=4", "trainer.lora.rnk: unknown key; did you mean 'rank'? Known keys: "),
         ("publication.mode=shadw", "publication.mode: got 'shadw'; allowed: in_place, shadow; did"),
-        ("inference.port=70000", "inference.port: Input should be less than or equal to 65535"),
+        ("inference.port=70000", "inference.port: should be less than or equal to 65535"),
         ("trainer.host='0.0.0.0'", "trainer.host: 0.0.0.0 means all of this host's addresses"),
         (
             "publication.attempts=0",
-            "publication.attempts: Input should be greater than or",
+            "publication.attempts: should be greater than or",
         ),
         (
             "publication.transfer_timeout_s=-5",
-            "publication.transfer_timeout_s: Input should be",
+            "publication.transfer_timeout_s: should be",
         ),
         ("publication.drain_s=500", "publication: drain_s is 500.0; it must be from 0 to 75"),
         (
             "publication.full_every=0",
-            "publication.full_every: Input should be greater than or",
+            "publication.full_every: should be greater than or",
         ),
         (
             "publication.shadow_bytes=-1",
-            "publication.shadow_bytes: Input should be greater than or",
+            "publication.shadow_bytes: should be greater than or",
         ),
         ("orchestrator.keep_versions=1", "orchestrator.keep_versions: 1 is too few; keep 2 (the"),
         ("publicaton.mode=shadow", "publicaton: unknown key; did you mean 'publication'?"),

@@ -42,7 +42,6 @@ from orchestrator.processes.restarts import (
 )
 from orchestrator.protocol import memory
 from orchestrator.protocol.config import TrainerConfig, check_model_folder
-from orchestrator.protocol.config_errors import read_json
 from orchestrator.protocol.messages import (
     AnyMessage,
     EndedDuring,
@@ -55,6 +54,7 @@ from orchestrator.protocol.messages import (
     StopTrainer,
     check_node_id,
 )
+from orchestrator.protocol.messages.mistakes import read_json
 from orchestrator.protocol.node_link import NodeLink
 
 log = logging.getLogger("splice.launcher")

@@ -19,7 +19,7 @@ from orchestrator.protocol.messages import LossSpec
 from trainer_node.ranks import objects
 from trainer_node.training import served_weights
 from trainer_node.training.batch import Batch
-from trainer_node.training.losses import registered
+from trainer_node.training.registry import registered
 from trainer_node.training.steps import part
 from trainer_node.training.trainer import Trainer
 

@@ -29,8 +29,9 @@ from trainer_node.model.model import Model
 from trainer_node.training import batch as batches
 from trainer_node.training.batch import Batch, BatchError
 from trainer_node.training.head import gather_positions, linear_statistics
-from trainer_node.training.losses import LossInputs, registered, total_loss
+from trainer_node.training.losses import LossInputs, total_loss
 from trainer_node.training.packing import MicroBatch, Packs, micro_batches
+from trainer_node.training.registry import registered
 from trainer_node.training.sums import StepSums
 
 NUM_REPORTED = 7

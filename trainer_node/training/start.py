@@ -10,7 +10,7 @@ from orchestrator.protocol.config import TrainerConfig
 from trainer_node.backends import megatron_import
 from trainer_node.hf.checkpoint import read_config
 from trainer_node.ranks import topology
-from trainer_node.training.losses import import_losses
+from trainer_node.training.registry import import_losses
 
 if TYPE_CHECKING:
     from trainer_node.training.trainer import Trainer

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from orchestrator.protocol.messages.base import Message, TensorSpec
+from orchestrator.protocol.messages.base import TensorSpec
+from orchestrator.protocol.messages.mistakes import UserInput
 
 ParamValue = bool | int | float | str
 TokenIds = Annotated[tuple[int, ...], Field(max_length=2**20, fail_fast=True)]
@@ -34,7 +35,7 @@ each."""
 _ALL_PARAMETERS = ("clip_low", "clip_high", "dual_clip", "ratio_cap")
 
 
-class KlSpec(Message):
+class KlSpec(UserInput):
     """A penalty in the loss on the distance to a reference policy.
 
     The term is `coefficient * sum_t estimator(log p_t, log p_t(reference))`. The gradients of `k2`
@@ -61,13 +62,13 @@ class KlSpec(Message):
         return self
 
 
-class LossSpec(Message):
+class LossSpec(UserInput):
     """A loss and its parameters.
 
     A loss is a sum over tokens. The optimizer step divides it once, as `normalize_by` says. The
     parameters left out take the defaults of `LOSS_PARAMETERS`; those that the loss does not have
-    are refused. A loss of the user's (`trainer_node.training.losses.register_loss`) takes its
-    parameters in `params`.
+    are refused. A loss of the user's (`splice.losses.register_loss`) takes its parameters in
+    `params`.
     """
 
     name: str = Field(default="grpo", pattern=r"^[a-z][a-z0-9_]*$", max_length=64)
@@ -100,7 +101,7 @@ class LossSpec(Message):
 
     @property
     def needs_reference_passes(self) -> bool:
-        """Whether the trainer computes the reference's log-probs by separate passes."""
+        """Whether the trainer computes the reference's log-probs in separate passes."""
         return self.kl is not None and self.kl.reference != "given"
 
     @model_validator(mode="before")
@@ -136,7 +137,7 @@ class LossSpec(Message):
         return self
 
 
-class OptimParams(Message):
+class OptimParams(UserInput):
     """Parameters of one AdamW step."""
 
     lr: float = Field(default=1e-4, gt=0, allow_inf_nan=False)
@@ -170,14 +171,13 @@ OPTIONAL_BATCH_TENSORS: dict[str, str] = {
 
 old_logprobs: the trainer's own, from `Forward` before the first step on this batch. Ratios then use
     them instead of the sampler's.
-reference_logprobs: of the reference policy, for `KlSpec(reference="given")`. routed_experts: [T,
-layers, top_k], the experts that the sampler's routers chose for token t *itself*.
-    The trainer's routers use them, in the policy and in a reference of base weights (router replay,
-    Ma et al. 2025, arXiv:2510.11370).
+reference_logprobs: of the reference policy, for `KlSpec(reference="given")`.
+routed_experts: [T, layers, top_k], the experts that the sampler's routers chose for token t
+    *itself*. The trainer's routers use them, in the policy and in a reference of base weights
+    (router replay, Ma et al. 2025, arXiv:2510.11370).
 temperatures: [T] or [S], the divisor of the sampler's logits. The trainer then computes all
-log-probs
-    and entropies, also a reference model's, from softmax(logits / temperature). Each must be finite
-    and at least MIN_TEMPERATURE, also where the mask is 0. Without the buffer it is 1.
+    log-probs and entropies, also a reference model's, from softmax(logits / temperature). Each must
+    be finite and at least MIN_TEMPERATURE, also where the mask is 0. Without the buffer it is 1.
 """
 
 MIN_TEMPERATURE = 0.01
@@ -214,13 +214,16 @@ def batch_specs(
         routing: the model's layers and experts per token, for routed_experts.
         token_temperatures: temperatures are [T]; else [S].
     """
+    shapes: dict[str, tuple[int, ...]] = {
+        "sequence_lengths": (num_sequences,),
+        "routed_experts": (num_tokens, *routing),
+    }
+    if not token_temperatures:
+        shapes["temperatures"] = (num_sequences,)
     wanted = BATCH_TENSORS | {n: d for n, d in OPTIONAL_BATCH_TENSORS.items() if n in optional}
-    return _specs(
-        wanted,
-        num_sequences=num_sequences,
-        num_tokens=num_tokens,
-        routing=routing,
-        token_temperatures=token_temperatures,
+    return tuple(
+        TensorSpec(name=n, dtype=d, shape=shapes.get(n, (num_tokens,)))  # type: ignore[arg-type]
+        for n, d in wanted.items()
     )
 
 
@@ -232,30 +235,11 @@ def forward_specs(
     token_temperatures: bool = False,
 ) -> tuple[TensorSpec, ...]:
     """Return the `tensors` field of a forward message. Arguments as in `batch_specs`."""
-    wanted = FORWARD_TENSORS | {n: d for n, d in OPTIONAL_FORWARD_TENSORS.items() if n in optional}
-    return _specs(
-        wanted,
+    known = FORWARD_TENSORS | OPTIONAL_FORWARD_TENSORS
+    specs = batch_specs(
         num_sequences=num_sequences,
         num_tokens=num_tokens,
+        optional=optional,
         token_temperatures=token_temperatures,
     )
-
-
-def _specs(
-    wanted: dict[str, str],
-    *,
-    num_sequences: int,
-    num_tokens: int,
-    routing: tuple[int, int] = (0, 0),
-    token_temperatures: bool,
-) -> tuple[TensorSpec, ...]:
-    shapes: dict[str, tuple[int, ...]] = {
-        "sequence_lengths": (num_sequences,),
-        "routed_experts": (num_tokens, *routing),
-    }
-    if not token_temperatures:
-        shapes["temperatures"] = (num_sequences,)
-    return tuple(
-        TensorSpec(name=n, dtype=d, shape=shapes.get(n, (num_tokens,)))  # type: ignore[arg-type]
-        for n, d in wanted.items()
-    )
+    return tuple(spec for spec in specs if spec.name in known)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainer_node.training.losses import LossOutput, register_loss
+from splice.losses import LossOutput, register_loss
 
 
 def _plain(log_probs_N: torch.Tensor) -> LossOutput:

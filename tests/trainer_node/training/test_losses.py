@@ -14,21 +14,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import LOSS_PARAMETERS, KlSpec, LossSpec
-from trainer_node.training import losses
+from trainer_node.training import registry
 from trainer_node.training.head import linear_statistics
 from trainer_node.training.losses import (
     LossInputs,
-    LossOutput,
     bind_loss,
-    import_losses,
     kl_to_reference,
+    total_loss,
+)
+from trainer_node.training.registry import (
+    LossOutput,
+    import_losses,
     register_loss,
     registered,
-    total_loss,
 )
 
 RATIOS = torch.tensor([2.0, 2.0, 0.5, 0.5, 1.0, 8.0], dtype=torch.float64)
@@ -372,7 +373,7 @@ class TestRegistry:
 
     def test_one_of_the_users_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "my_losses_for_a_test.py").write_text(
-            "from trainer_node.training.losses import LossOutput, register_loss\n"
+            "from splice.losses import LossOutput, register_loss\n"
             "@register_loss('squared_for_a_test')\n"
             "def squared(log_probs_N, *, advantages_N, sharpness: float = 2.0, offset: float):\n"
             "    return LossOutput(loss=(sharpness * advantages_N * log_probs_N ** 2).sum() + "
@@ -393,7 +394,7 @@ class TestRegistry:
             bind_loss(LossSpec(name="squared_for_a_test", params={"sharp": 1.0}))
         with pytest.raises(ConfigError, match=r"squared_for_a_test needs \['offset'\]"):
             bind_loss(LossSpec(name="squared_for_a_test"))
-        del sys.modules["my_losses_for_a_test"], losses._LOSSES["squared_for_a_test"]
+        del sys.modules["my_losses_for_a_test"], registry._LOSSES["squared_for_a_test"]
 
     def test_names_are_not_taken_twice_and_shapes_are_checked(self) -> None:
         with pytest.raises(
@@ -414,7 +415,7 @@ class TestRegistry:
         register_loss("vector_for_a_test")(_vector)
         with pytest.raises(ConfigError, match=r"returned shape \(6,\)"):
             bind_loss(LossSpec(name="vector_for_a_test"))(inputs())
-        del losses._LOSSES["vector_for_a_test"]
+        del registry._LOSSES["vector_for_a_test"]
 
 
 def _vector(log_probs_N: torch.Tensor) -> LossOutput:
@@ -450,5 +451,5 @@ class TestSpec:
         ],
     )
     def test_refusals(self, fields: dict, message: str) -> None:
-        with pytest.raises(ValidationError, match=message):
+        with pytest.raises(ConfigError, match=message):
             LossSpec(**fields)

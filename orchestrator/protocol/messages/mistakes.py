@@ -1,7 +1,8 @@
-"""Reads a node's configuration, and says what is wrong with it: file, key, allowed values, nearest.
+"""Says what is wrong with values that a user gave: source, key, allowed values, nearest name.
 
 run.toml: trainer.lora.rnk: unknown key; did you mean `rank`? Known keys: alpha, dropout, ...
 run.toml: trainer.dtype: got 'bf16'; allowed: float32, bfloat16; did you mean 'bfloat16'?
+OptimParams: learning_rate: unknown key; splice has it as 'lr'.
 """
 
 from __future__ import annotations
@@ -9,18 +10,38 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from orchestrator.errors import ConfigError
+from orchestrator.protocol.messages.base import Message
+from orchestrator.protocol.messages.hints import hint
 
 T = TypeVar("T", bound=BaseModel)
 MOST = 8
 """Most mistakes named at once."""
 INPUT_CHARS = 80
 """Longest repetition of a wrong value."""
+
+
+class UserInput(Message):
+    """Base of what users construct: a mistake is a `ConfigError` that names class and field.
+
+    Messages from the wire are validated without it.
+    """
+
+    if not TYPE_CHECKING:
+
+        def __init__(self, **values):
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                name = type(self).__name__
+                raise config_error(error, model=type(self), source=name) from None
+
+        __init__.__pydantic_base_init__ = True  # validation of a model around it does not call this
 
 
 def read_json(path: Path, model: type[T]) -> T:
@@ -90,23 +111,25 @@ def check_loss_name(name: str, known: Sequence[str]) -> None:
 def _say(detail: ErrorDetails, model: type[BaseModel]) -> str:
     parts, holder, inner = _where(detail["loc"], model)
     key = ".".join(parts)
-    kind, text = detail["type"], detail["msg"].removeprefix("Value error, ")
+    kind, text = detail["type"], detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if kind == "json_invalid":
         return f"not JSON: {text.removeprefix('Invalid JSON: ')}"
     if kind == "extra_forbidden":
         known = sorted(inner.model_fields if inner is not None else holder.model_fields)
         word = str(detail["loc"][-1])
-        return f"{key}: unknown key{nearest(word, known)} Known keys: {', '.join(known)}".replace(
-            "key Known", "key. Known"
-        )
+        if elsewhere := hint(word, model=(inner or holder).__name__):
+            return f"{key}: unknown key{elsewhere}"
+        return f"{key}: unknown key{nearest(word, known) or '.'} Known keys: {', '.join(known)}"
     if kind == "missing":
         return f"{key}: missing; this key must be set"
     got = repr(detail["input"])
     got = got if len(got) <= INPUT_CHARS else f"{got[:INPUT_CHARS]}..."
+    if kind == "string_pattern_mismatch":
+        return f"{key}: got {got}; it must match {detail['ctx']['pattern']}"
     if kind == "literal_error":
         allowed = _choices(holder, [part for part in parts if not part.isdigit()][-1])
-        hint = nearest(str(detail["input"]), allowed)
-        return f"{key}: got {got}; allowed: {', '.join(allowed)}{hint}"
+        near = nearest(str(detail["input"]), allowed)
+        return f"{key}: got {got}; allowed: {', '.join(allowed)}{near}"
     if not key:
         return text
     return f"{key}: {text}; got {got}" if kind != "value_error" else f"{key}: {text}"

@@ -1,0 +1,94 @@
+"""Names that users of TRL, verl, prime-rl, slime and OpenRLHF type, and where splice has them."""
+
+from __future__ import annotations
+
+_PLACES: dict[str, str] = {
+    # Class.field of splice, or the key in run.toml -> what others call it
+    "OptimParams.lr": "learning_rate lr actor_lr",
+    "OptimParams.weight_decay": "weight_decay",
+    "OptimParams.beta1": "adam_beta1 beta1 betas",
+    "OptimParams.beta2": "adam_beta2 beta2",
+    "OptimParams.eps": "adam_epsilon adam_eps",
+    "OptimParams.max_grad_norm": "max_grad_norm grad_clip clip_grad max_norm gradient_clip",
+    "LossSpec.name": "loss_type adv_estimator advantage_estimator algorithm policy_loss",
+    "LossSpec.clip_low": "epsilon epsilon_low clip_ratio clip_ratio_low cliprange clip_range "
+    "eps_clip clip_eps",
+    "LossSpec.clip_high": "epsilon_high clip_ratio_high eps_clip_high",
+    "LossSpec.dual_clip": "clip_ratio_c eps_clip_c delta",
+    "LossSpec.ratio_cap": "tis_clip tis_imp_ratio_cap vllm_importance_sampling_cap",
+    "LossSpec.entropy_bonus": "entropy_coef entropy_coeff ent_coef entropy_loss_coef",
+    "LossSpec.normalize_by": "loss_agg_mode token_level_loss",
+    "KlSpec.coefficient": "beta kl_beta kl_coef kl_coeff kl_loss_coef init_kl_coef kl_tau "
+    "kl_penalty_coef",
+    "KlSpec.estimator": "kl_loss_type kl_estimator kl_penalty",
+    "KlSpec.reference": "ref_model ref_load reference_model",
+    "LoopConfig.group_size": "num_generations rollouts_per_example n_samples_per_prompt n "
+    "rollout_n num_samples",
+    "LoopConfig.groups_per_step": "batch_size train_batch_size per_device_train_batch_size "
+    "generation_batch_size rollout_batch_size global_batch_size prompts_per_step",
+    "LoopConfig.mini_batch_sequences": "mini_batch_size ppo_mini_batch_size",
+    "LoopConfig.epochs": "num_iterations ppo_epochs update_epochs",
+    "LoopConfig.steps": "max_steps num_steps total_training_steps num_rollout num_train_epochs "
+    "total_epochs",
+    "LoopConfig.max_staleness": "async_level max_async_level max_off_policy_steps "
+    "staleness_threshold max_head_offpolicyness",
+    "LoopConfig.max_in_flight": "max_inflight_rollouts max_concurrent max_concurrency",
+    "LoopConfig.keep_samples": "log_completions",
+    "LoopConfig.sinks": "report_to logger wandb use_wandb",
+    "SamplingConfig.max_tokens": "max_completion_length max_response_length max_new_tokens "
+    "response_length rollout_max_response_len max_tokens",
+    "SamplingConfig.temperature": "temperature rollout_temperature",
+    "SamplingConfig.extra": "top_p top_k min_p repetition_penalty stop",
+    "model": "model_name model_name_or_path model_path pretrain hf_checkpoint",
+    "dtype": "bf16 fp16 torch_dtype precision",
+    "run_dir": "output_dir save_path default_local_dir",
+    "trainer.micro_batch_tokens": "gradient_accumulation_steps micro_batch_size "
+    "ppo_micro_batch_size_per_gpu max_tokens_per_gpu ppo_max_token_len_per_gpu",
+    "trainer.recompute": "gradient_checkpointing enable_gradient_checkpointing",
+    "trainer.memory": "param_offload optimizer_offload colocate",
+    "trainer.lora.rank": "lora_rank lora_r r",
+    "trainer.lora.alpha": "lora_alpha",
+    "trainer.lora.targets": "target_modules lora_target_modules",
+    "trainer.lora.dropout": "lora_dropout",
+    "trainer.parallel.tensor": "tensor_model_parallel_size tp",
+    "trainer.parallel.pipeline": "pipeline_model_parallel_size pp",
+    "trainer.parallel.context": "context_parallel_size cp",
+    "trainer.parallel.expert": "expert_model_parallel_size ep",
+    "trainer.gpus": "n_gpus_per_node num_gpus num_train_gpus actor_num_gpus_per_node",
+    "inference.tensor_parallel": "tensor_parallel_size vllm_tensor_parallel_size "
+    "rollout_num_gpus_per_engine",
+    "inference.replicas": "num_infer_gpus vllm_num_engines data_parallel_size",
+    "inference.max_model_len": "max_prompt_length max_seq_len max_seq_length seq_len max_length",
+    "inference.gpu_memory_utilization": "vllm_gpu_memory_utilization sglang_mem_fraction_static",
+    "orchestrator.keep_versions": "save_steps save_total_limit save_freq save_interval",
+}
+_NOTES: dict[str, str] = {
+    "OptimParams.lr": "; a loop also takes a function: optim=lambda step: OptimParams(lr=...)",
+    "KlSpec.coefficient": ", given as LossSpec(kl=KlSpec(...))",
+    "LossSpec.clip_low": " and clip_high",
+    "LoopConfig.groups_per_step": ", the prompts of a step; each has group_size answers",
+    "SamplingConfig.max_tokens": ", given as LoopConfig(sampling=SamplingConfig(...))",
+    "SamplingConfig.temperature": ", given as LoopConfig(sampling=SamplingConfig(...))",
+    "SamplingConfig.extra": "; docs/sampling.md says which are exact",
+}
+_SCHEDULE = "warmup_steps warmup_ratio lr_warmup_steps lr_scheduler_type lr_schedule min_lr"
+PLACES = {name: place for place, names in _PLACES.items() for name in names.split()}
+PLACES |= dict.fromkeys(_SCHEDULE.split(), "OptimParams.lr")
+"""What others call it -> `Class.field`, or the key in run.toml."""
+
+
+def hint(word: str, *, model: str) -> str:
+    """Return "; splice has it as ..." for a name of another library, or nothing.
+
+    Args:
+        model: class that was given the name. A section of run.toml is one too.
+    """
+    place = PLACES.get(word.lower(), "")
+    holder, _, field = place.rpartition(".")
+    if not place:
+        return ""
+    if not holder[:1].isupper():
+        return f"; splice has it as {place} in run.toml."
+    name = f"{field!r}" if holder == model else f"{holder}({field}=...)"
+    where = "" if f"{model}." in " ".join(_PLACES) else " in your loop"
+    return f"; splice has it as {name}{where}{_NOTES.get(place, '')}."

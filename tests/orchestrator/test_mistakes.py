@@ -1,0 +1,63 @@
+"""Wrong values of a user's: the field, the nearest name, and where splice has another library's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from orchestrator.protocol.messages import hints
+from orchestrator.protocol.messages.mistakes import _model_in
+from splice import ConfigError, KlSpec, LossSpec, OptimParams
+from splice.rl import LoopConfig, SamplingConfig
+from splice.run_file import RunFile, build
+
+CLASSES = {c.__name__: c for c in (OptimParams, LossSpec, KlSpec, LoopConfig, SamplingConfig)}
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "text"),
+    [
+        (OptimParams, {"learning_rate": 1}, "learning_rate: unknown key; splice has it as 'lr'"),
+        (OptimParams, {"warmup_steps": 9}, r"optim=lambda step: OptimParams\(lr=...\)"),
+        (OptimParams, {"weight_decya": 1}, "did you mean 'weight_decay'"),
+        (OptimParams, {"lr": 0}, "^OptimParams: lr: should be greater than 0; got 0$"),
+        (LossSpec, {"beta": 0.1}, r"KlSpec\(coefficient=...\), given as LossSpec\(kl=KlSpec"),
+        (LossSpec, {"epsilon": 0.2}, "has it as 'clip_low' and clip_high"),
+        (LossSpec, {"name": "Grpo"}, "name: got 'Grpo'; it must match"),
+        (LossSpec, {"kl": {"coef": 1}}, "kl.coef: unknown key; did you mean 'coefficient'"),
+        (KlSpec, {"kl_coef": 0.1}, "kl_coef: unknown key; splice has it as 'coefficient'"),
+        (LoopConfig, {"num_generations": 8}, "has it as 'group_size'"),
+        (LoopConfig, {"per_device_train_batch_size": 8}, "has it as 'groups_per_step'"),
+        (LoopConfig, {"max_completion_length": 8}, r"SamplingConfig\(max_tokens=...\)"),
+    ],
+)
+def test_a_wrong_value_is_named(model: type[BaseModel], values: dict, text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as caught:
+        model(**values)
+    assert "pydantic" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "text"),
+    [
+        ("", "lr", r"run.toml: lr: .* splice has it as OptimParams\(lr=...\) in your loop"),
+        ("", "batch_size", r"LoopConfig\(groups_per_step=...\) in your loop"),
+        ("trainer", "lora_rank", "trainer.lora_rank: .* as trainer.lora.rank in run.toml"),
+        ("inference", "max_seq_len", "as inference.max_model_len in run.toml"),
+    ],
+)
+def test_run_toml_too(table: str, key: str, text: str) -> None:
+    values = {"name": "n", "model": "m"} | ({table: {key: 1}} if table else {key: 1})
+    with pytest.raises(ConfigError, match=text):
+        build(values, source=Path("run.toml"))
+
+
+def test_every_hint_leads_to_a_field() -> None:
+    for place in {*hints.PLACES.values(), *hints._NOTES}:
+        first, _, rest = place.partition(".")
+        model, keys = (CLASSES[first], rest) if first in CLASSES else (RunFile, place)
+        for key in keys.split("."):
+            assert model is not None and key in model.model_fields, place
+            model = _model_in(model.model_fields[key].annotation)

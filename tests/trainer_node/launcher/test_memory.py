@@ -82,7 +82,7 @@ def three_jobs(
             assert replica.log.count("LeaveTransferGroup") == 2
         replica.on_LeaveTransferGroup(None)
     assert not launcher.poll(), (folder / "trainer.log").read_text()[-3000:]
-    metrics = result["metrics"]
+    metrics = result.metrics
     return Seen(
         loss=metrics["loss"],
         grad_norm=metrics["grad_norm"],

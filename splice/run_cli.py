@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -22,7 +23,18 @@ from splice import kubernetes, machine, ray_launcher, report, slurm, up
 from splice import watch as watching
 from splice.doctor import Gpu, list_gpus
 from splice.rl import browse, decisions
-from splice.run_file import FILE_NAME, RunFile, find_endpoint, load, node_file, stop_command
+from splice.run_file import (
+    FILE_NAME,
+    TRAINING,
+    RunFile,
+    find_endpoint,
+    folder_of,
+    load,
+    load_as,
+    node_file,
+    read,
+    stop_command,
+)
 
 app = typer.Typer()
 config_app = typer.Typer(no_args_is_help=True, help="Show, check or describe a run.toml.")
@@ -195,6 +207,53 @@ def bring_up(
         sys.stdout.flush()
         code = up.follow(run.run_dir, pid)
         raise typer.Exit(code)
+
+
+@app.command()
+def train(
+    file: FileArgument = _HERE,
+    overrides: Overrides = None,
+    keep_up: Annotated[
+        bool, typer.Option("--keep-up", help="Leave the run up at the end, serving.")
+    ] = False,
+    timeout_s: Annotated[
+        float, typer.Option(min=1, help="Longest wait for all nodes, in seconds.")
+    ] = UP_TIMEOUT_S,
+) -> None:
+    """Train what a run.toml says, from checks to the adapter. The same command continues."""
+    from splice.train import command
+    from splice.train.sections import TrainFile
+
+    log_to_stderr()
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("splice").setLevel(logging.WARNING)  # the steps are printed
+    run = load_as(TrainFile, file, overrides or ())
+    made = command.plan(run, folder_of(file))
+    said = ""
+
+    def say(text: str) -> None:
+        nonlocal said
+        if text != said:
+            said = text
+            typer.echo(text)
+
+    say(
+        f"{len(made.rows)} rows, {made.steps} steps of {run.loop.groups_per_step} prompts with "
+        f"{run.loop.group_size} answers each"
+    )
+    if (version := command.done(made)) is None:
+        try:
+            command.bring_up(run, timeout_s=timeout_s, say=say)
+            asyncio.run(command.train(made, say))
+        except KeyboardInterrupt:
+            end = stop_command(run.run_dir)
+            _say(f"interrupted; the same command continues, `{end}` ends the run")
+            raise typer.Exit(130) from None
+        version = command.done(made)
+        if not keep_up:
+            up.stop(run.run_dir)
+    assert version is not None, "the loop ends after its last step"
+    typer.echo(command.ending(made, version))
 
 
 def _up_on_kubernetes(
@@ -458,8 +517,13 @@ def show(file: FileArgument = _HERE, overrides: Overrides = None) -> None:
 @config_app.command()
 def check(file: FileArgument = _HERE, overrides: Overrides = None) -> None:
     """Check the file, and that model, interpreters, GPUs and ports on this host fit it."""
-    run = load(file, overrides or ())
-    up.check(run)
+    from splice.train import command
+    from splice.train.sections import TrainFile
+
+    if TRAINING & read(file).keys():
+        run = load_as(TrainFile, file, overrides or ())
+        command.plan(run, folder_of(file))
+    up.check(load(file, overrides or ()))
     typer.echo("ok")
 
 

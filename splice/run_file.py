@@ -16,7 +16,7 @@ import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
@@ -73,6 +73,10 @@ _SHARED_BY_PUBLISHERS = {
 _PATHS = (("model",), ("run_dir",), ("trainer", "model"), ("trainer", "adapter"),
           ("trainer", "python"), ("inference", "model"), ("inference", "python"),
           ("orchestrator", "curve_dir"))  # fmt: skip  # a list
+
+
+TRAINING = frozenset({"data", "loop", "sampling", "loss", "optim", "eval"})
+"""Tables of what a run trains: `splice.train.sections.TrainFile` has them, other readers do not."""
 
 
 class TrainerSection(TrainerConfig):
@@ -137,6 +141,8 @@ class RunFile(Settings):
         """Fill what depends on the device, and what the roles take from the top of the file."""
         if not isinstance(values, dict):
             return values
+        known = set(cls.model_fields)
+        values = {k: v for k, v in values.items() if k in known or k not in TRAINING}
         values = _share_publishing(values)
         tables = {role: values.get(role, {}) for role in _SHARED}
         has_gpus = any(isinstance(own, dict) and own.get("gpus") for own in tables.values())
@@ -219,6 +225,9 @@ class RunFile(Settings):
     def token(self) -> str:
         """Return the run's secret."""
         return find_token(self.run_dir)
+
+
+R = TypeVar("R", bound=RunFile)
 
 
 def _share_publishing(values: dict[str, Any]) -> dict[str, Any]:
@@ -313,11 +322,21 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunFile:
     Raises:
         ConfigError: names file, key, allowed values and the nearest right one.
     """
+    return load_as(RunFile, path, overrides)
+
+
+def load_as(model: type[R], path: Path, overrides: Sequence[str] = ()) -> R:
+    """Read the file as this model: `TrainFile` also has what the run trains. See `load`."""
     path = path / FILE_NAME if path.is_dir() else path
     values = read(path)
     for override in overrides:
         set_value(values, override)
-    return build(values, source=path)
+    return _built(model, values, source=path)
+
+
+def folder_of(path: Path) -> Path:
+    """Return the folder to which a file's relative paths belong."""
+    return (path if path.is_dir() else path.parent).absolute()
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -347,13 +366,17 @@ def build(values: dict[str, Any], *, source: Path) -> RunFile:
     Raises:
         ConfigError: names source, key, allowed values and the nearest right one.
     """
+    return _built(RunFile, values, source=source)
+
+
+def _built(model: type[R], values: dict[str, Any], *, source: Path) -> R:
     values.setdefault("run_dir", str(RunFile.model_fields["run_dir"].default))
     for keys in _PATHS:
         _resolve(values, keys, source.absolute().parent)
     try:
-        return RunFile.model_validate(values)
+        return model.model_validate(values)
     except ValidationError as error:
-        raise config_error(error, model=RunFile, source=str(source)) from None
+        raise config_error(error, model=model, source=str(source)) from None
 
 
 def absolute(run: RunFile) -> RunFile:

@@ -64,8 +64,8 @@ class SamplingConfig(UserInput, Settings):
         return dict(json.loads(json_of(extra)))
 
 
-class LoopConfig(UserInput, Settings):
-    """A loop: how much it samples, how stale a token may be, and what it does on failures."""
+class LoopSettings(UserInput, Settings):
+    """How much a loop samples, how stale a token may be, and what it does on failures."""
 
     max_staleness: int = Field(default=1, ge=0)
     """Most versions between the one that made a token and the one that trains on it. 0: strictly
@@ -76,8 +76,6 @@ class LoopConfig(UserInput, Settings):
     """Prompts in each step's batch."""
     steps: int | None = Field(default=None, ge=1)
     """Steps after which the loop ends, counted over all starts. None: it continues."""
-    sampling: SamplingConfig = SamplingConfig()
-    """How answers are sampled."""
     router_replay: bool = False
     """For MoE models: the trainer uses the experts that vLLM chose for each token. It needs vLLM
     0.28 or newer on a GPU, with `--enable-return-routed-experts` and `--enable-scale-out` in
@@ -121,3 +119,10 @@ class LoopConfig(UserInput, Settings):
     """Where each step's numbers go; docs/loop.md says what each needs. (): nowhere."""
     keep_samples: int | None = Field(default=200, ge=0)
     """Steps whose samples stay on disk, the newest. None: all. 0: no samples are written."""
+
+
+class LoopConfig(LoopSettings):
+    """A loop: `LoopSettings`, and how it samples."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    """How answers are sampled."""

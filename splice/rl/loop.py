@@ -124,6 +124,7 @@ class Loop:
             self._job_threads = ThreadPoolExecutor(4, thread_name_prefix="splice-job")
             stack.callback(self._job_threads.shutdown, wait=False, cancel_futures=True)
             scoring = None if self._reward is None else Scoring(self._reward, self.config)
+            self._scoring = scoring
             if scoring is not None and scoring.processes is not None:
                 stack.callback(scoring.processes.close)
                 await self._call(scoring.processes.start)
@@ -319,6 +320,11 @@ class Loop:
 
     # ------------------------------------------------------------ for the loop's body
 
+    @property
+    def done(self) -> int:
+        """Steps that were made, over all starts."""
+        return self._past.done
+
     async def sample(
         self, rows: Sequence[Row], *, n: int = 1, temperature: float = 0.0, **more: Any
     ) -> list[list[Completion]]:
@@ -334,6 +340,31 @@ class Loop:
             ConfigError: vLLM refuses a request.
         """
         return await self._rollouts.sample(rows, n, temperature=temperature, **more)
+
+    async def evaluate(
+        self, rows: Sequence[Row], *, n: int = 1, temperature: float = 0.0, **more: Any
+    ) -> list[list[float]]:
+        """The loop's reward of answers to rows of your own, `n` each. Nothing is trained on.
+
+        Args:
+            more: further fields of the requests, such as `max_tokens`.
+
+        Raises:
+            ConfigError: the loop has no reward, it failed, or vLLM refuses a request.
+            TimeoutError: an answer did not come within `rollout_timeout_s`.
+        """
+        scoring = self._scoring
+        if scoring is None:
+            raise ConfigError("this loop has an environment and no reward; use `play`")
+
+        async def score(row: Row, answer: Completion) -> float:
+            return await scoring.score(row, answer, ConfigError)
+
+        answers = await self.sample(rows, n=n, temperature=temperature, **more)
+        return [
+            list(await asyncio.gather(*(score(row, answer) for answer in group)))
+            for row, group in zip(rows, answers, strict=True)
+        ]
 
     async def play(
         self, rows: Sequence[Row], *, n: int = 1, temperature: float = 0.0, **more: Any

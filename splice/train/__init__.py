@@ -1,0 +1,1 @@
+"""`splice train run.toml`: data, reward, loop and run from one file."""

@@ -1,0 +1,176 @@
+"""`splice train`: check everything, bring the run up, train, say where the model is, end the run.
+
+    run.toml -> rows, reward -> `splice up` (or the run that is up) -> Loop -> versions/N/adapter
+
+The same command continues after whatever ended it: the run's folder has its state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+import shlex
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from orchestrator.errors import ConfigError
+from orchestrator.protocol.messages import LOSS_PARAMETERS, OptimParams
+from orchestrator.protocol.messages.mistakes import check_loss_name
+from splice import up
+from splice.batches import Completion
+from splice.rl import Loop, LoopConfig, Step, decisions
+from splice.rl.sampler import Row
+from splice.rl.scoring import Reward
+from splice.rl.turns import LARGEST_REWARD
+from splice.train.data import rows_of
+from splice.train.functions import reward_of
+from splice.train.sections import EvalSection, TrainFile
+
+log = logging.getLogger("splice.train")
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a file trains, read and checked."""
+
+    run: TrainFile
+    rows: list[Row]
+    held_out: list[Row]
+    reward: Reward
+    config: LoopConfig
+    steps: int
+    """Over all starts."""
+    optim: Callable[[int], OptimParams]
+
+
+def plan(run: TrainFile, folder: Path) -> Plan:
+    """Read the data, import the reward, and call it once. Nothing starts.
+
+    Args:
+        folder: of the run's file.
+
+    Raises:
+        ConfigError: names the mistake and its remedy.
+    """
+    if not run.trainer.loss_modules:
+        check_loss_name(run.loss.name, tuple(LOSS_PARAMETERS))
+    rows = rows_of(run.data, folder, table="data")
+    held_out = [] if run.eval is None else rows_of(run.eval, folder, table="eval")
+    reward = reward_of(run.loop.reward, folder)
+    _call_once(reward, rows[0])
+    steps = run.loop.steps or math.ceil(len(rows) / run.loop.groups_per_step)
+    own = run.loop.model_dump(exclude={"reward"}) | {"steps": steps}
+    return Plan(
+        run=run,
+        rows=rows,
+        held_out=held_out,
+        reward=reward,
+        config=LoopConfig(**own, sampling=run.sampling),
+        steps=steps,
+        optim=run.optim.of_step(steps),
+    )
+
+
+def _call_once(reward: Reward, row: Row) -> None:
+    """An answer may be empty, so the reward must take one."""
+    empty = Completion(prompt_ids=(0,), answer_ids=(0,), logprobs=(0.0,), finish_reason="stop")
+    try:
+        given = reward(row, empty)
+        value = float(asyncio.run(_result(given)) if inspect.isawaitable(given) else given)
+    except Exception as error:
+        raise ConfigError(
+            f"loop.reward fails for the first row and an empty answer: {type(error).__name__}: "
+            f"{error}. A model may answer so, so give a number for it"
+        ) from error
+    if not abs(value) <= LARGEST_REWARD:
+        raise ConfigError(f"loop.reward gives {value} for the first row and an empty answer")
+
+
+async def _result(given: Awaitable[float]) -> float:
+    return await given
+
+
+def done(made: Plan) -> int | None:
+    """The version that the last step made, if an earlier start has made all of them."""
+    past = decisions.past(made.run.run_dir / decisions.LOOP_DIR / decisions.LOG)
+    return past.made.newest if past.published and past.done >= made.steps else None
+
+
+def bring_up(run: TrainFile, *, timeout_s: float, say: Say) -> None:
+    """Start the run, or find it up already."""
+    if up.is_alive(up.read_state(run.run_dir)):
+        say(f"the run in {run.run_dir} is up; it continues")
+        return
+    is_used = (run.run_dir / "journal.sqlite").exists()
+    pid = up.start(run, resume=is_used)
+    up.wait_until_up(run.run_dir, pid, timeout_s=timeout_s, on_wait=say)
+
+
+async def train(made: Plan, say: Say) -> None:
+    """Take the steps that are left, with their evaluations."""
+    run, began_s, first = made.run, time.monotonic(), 0
+    loop = Loop.of_run(
+        run.run_dir,
+        prompts=made.rows,
+        reward=made.reward,
+        config=made.config,
+        loss=run.loss,
+        optim=made.optim,
+    )
+    async with loop:
+        if run.eval is not None and loop.done == 0:
+            await _evaluate(loop, made, run.eval, say, step=0)
+        async for step in loop:
+            first = first or step.number
+            spent_s = time.monotonic() - began_s
+            say(_line(step, made.steps, spent_s / (step.number - first + 1)))
+            is_last = step.number == made.steps
+            if run.eval is not None and (step.number % run.eval.every == 0 or is_last):
+                await _evaluate(loop, made, run.eval, say, step=step.number)
+
+
+def _line(step: Step, steps: int, each_s: float) -> str:
+    left_s = each_s * (steps - step.number)
+    took = ", ".join(
+        f"{name} {step.seconds[key]:.1f} s"
+        for name, key in (("trainer waited", "trainer_waits"), ("sampler", "sampler_waits"))
+        if key in step.seconds
+    )
+    return (
+        f"step {step.number} of {steps}: reward {step.metrics['reward_mean']:.3f}, "
+        f"{step.seconds['step']:.1f} s ({took}), {_minutes(left_s)} left"
+    )
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+async def _evaluate(loop: Loop, made: Plan, section: EvalSection, say: Say, *, step: int) -> None:
+    more = {} if section.max_tokens is None else {"max_tokens": section.max_tokens}
+    scores = await loop.evaluate(
+        made.held_out, n=section.n, temperature=section.temperature, **more
+    )
+    found = {"eval_reward": fmean(fmean(group) for group in scores)}
+    if section.n > 1:
+        found[f"eval_best_of_{section.n}"] = fmean(max(group) for group in scores)
+    loop.note(**found)
+    said = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
+    say(f"evaluation after step {step}: {said}")
+
+
+def ending(made: Plan, version: int) -> str:
+    """Where the model is, and what may be done with the run."""
+    run = made.run
+    folder = run.run_dir / "versions" / str(version)
+    return (
+        f"{made.steps} steps are made: {run.name}@{version}\n"
+        f"adapter: {folder / 'adapter' if run.trainer.finetuning_type == 'lora' else folder}\n"
+        f"report: splice report {shlex.quote(str(run.run_dir))}"
+    )

@@ -1,0 +1,120 @@
+"""The tables of run.toml that `splice train` reads in addition to a run's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+
+from orchestrator.protocol.config import Settings
+from orchestrator.protocol.messages import LossSpec, OptimParams
+from orchestrator.protocol.messages.mistakes import UserInput
+from splice.rl.config import LoopSettings, SamplingConfig
+from splice.run_file import RunFile
+from splice.train.schedules import ScheduleName, factor
+
+LOSS = "truncated_importance_sampling"
+"""Corrects for tokens of an older version, as `loop.max_staleness` = 1 has them."""
+
+
+class DataSection(UserInput, Settings):
+    """Rows, and how they become prompts."""
+
+    path: str
+    """A .jsonl, .json, .csv or .parquet file, relative to this file; or else what `datasets` loads:
+    a dataset's name on the Hub, or a folder."""
+    subset: str | None = None
+    """The dataset's configuration, such as `main` of openai/gsm8k."""
+    split: str = "train"
+    """The dataset's split. A file has none."""
+    prompt: str | None = None
+    """The prompt's text, with columns of the row in braces: `"Q: {question}\\nA:"`. None: the row
+    has `prompt`, or a chat's `messages`."""
+    system: str | None = None
+    """System prompt. The prompt then goes to the model's chat template as the user's message."""
+    chat: bool = False
+    """Whether the prompt goes to the chat template without a system prompt."""
+    rows: int | None = Field(default=None, ge=1)
+    """Most rows, from the first. None: all."""
+
+
+class LoopSection(LoopSettings):
+    """The loop, and its reward."""
+
+    reward: str | dict[str, float]
+    """`"my.py:accuracy"`, relative to this file, or `"package.module:function"`; or a table of
+    several with their weights. A function takes (row, completion), or what TRL's rewards take."""
+
+
+class OptimSection(OptimParams):
+    """AdamW's parameters, and how the learning rate changes over the steps."""
+
+    schedule: ScheduleName = "constant"
+    """As transformers' `get_scheduler` has it, over `loop.steps`."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps in which the learning rate rises evenly."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Share of `lr` that linear and cosine fall to."""
+
+    def of_step(self, steps: int) -> Callable[[int], OptimParams]:
+        """Return the parameters of each step of so many."""
+        own = set(OptimSection.model_fields) - set(OptimParams.model_fields)
+        plain = self.model_dump(exclude=own | {"lr"})
+
+        def params(step: int) -> OptimParams:
+            share = factor(
+                self.schedule,
+                min(step, steps),
+                steps=steps,
+                warmup=self.warmup_steps,
+                least=self.min_lr_ratio,
+            )
+            return OptimParams(lr=self.lr * share, **plain)
+
+        return params
+
+
+class EvalSection(DataSection):
+    """Rows that are not trained on. Left out, `prompt`, `system` and `chat` are those of `data`."""
+
+    every: int = Field(default=10, ge=1)
+    """Steps between two evaluations. There is one before the first step and after the last one."""
+    n: int = Field(default=1, ge=1)
+    """Answers to each row. With several, `eval_best_of_N` has the mean of each row's best."""
+    temperature: float = Field(default=0.0, ge=0)
+    """0: greedy."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longest answer, in tokens. None: `sampling.max_tokens`."""
+
+
+class TrainFile(RunFile):
+    """A run, and what it trains."""
+
+    data: DataSection
+    """Rows to train on."""
+    loop: LoopSection
+    """The loop."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How answers are sampled."""
+    loss: LossSpec = LossSpec(name=LOSS)
+    """The loss."""
+    optim: OptimSection = OptimSection()
+    """AdamW."""
+    eval: EvalSection | None = None
+    """Evaluation."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _same_prompts(cls, values: Any) -> Any:
+        tables = values.get("data"), values.get("eval")
+        if all(isinstance(table, dict) for table in tables):
+            data, own = tables
+            same = {key: data[key] for key in ("prompt", "system", "chat") if key in data}
+            values = values | {"eval": same | own}
+        return values
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _named(cls, loss: Any) -> Any:
+        return {"name": LOSS, **loss} if isinstance(loss, dict) else loss

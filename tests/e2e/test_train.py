@@ -1,0 +1,81 @@
+"""`splice train`: from one file to an adapter, through a kill, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from orchestrator.processes.python import python_command
+from tests.e2e.commands import processes_of, splice
+from tests.e2e.conftest import INFERENCE_PYTHON
+
+pytestmark = pytest.mark.timeout(1800)
+TRAINING = """
+[data]
+path = "rows.jsonl"
+prompt = "{question} ="
+[loop]
+reward = "rewards.py:short"
+steps = 4
+group_size = 4
+groups_per_step = 2
+[sampling]
+max_tokens = 8
+[optim]
+lr = 1e-3
+schedule = "cosine"
+warmup_steps = 1
+[eval]
+path = "rows.jsonl"
+rows = 2
+n = 2
+temperature = 1.0
+every = 2
+"""
+REWARD = """
+def short(row, completion):
+    return len(completion.text) % 7 / 7 + len(row["question"]) / 100
+"""
+
+
+def test_one_command_from_a_file_to_an_adapter(models, tmp_path):
+    folder = tmp_path / "mine"
+    options = ["--model", models["qwen3"], "--name", "tiny", "--gpus", ""]
+    splice("init", folder, *options, "--inference-python", INFERENCE_PYTHON)
+    file = folder / "run.toml"
+    file.write_text(file.read_text() + TRAINING)
+    rows = [{"question": f"{i} + 1"} for i in range(6)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    assert "there is no file" in splice("train", file, code=2)
+    assert "there is no file" in splice("config", "check", file, code=2)
+    (folder / "rewards.py").write_text(REWARD)
+    assert splice("config", "check", file) == "ok\n"
+    assert not (folder / "run").exists(), "nothing has started"
+
+    try:
+        argv = python_command(sys.executable, "-m", "splice", "train", file)
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as first:
+            assert first.stdout is not None
+            lines = []
+            for line in first.stdout:
+                lines.append(line)
+                if line.startswith("step 2 of 4"):
+                    first.kill()
+        assert any(line.startswith("evaluation after step 0: eval_reward") for line in lines)
+        assert any("eval_best_of_2" in line for line in lines)
+
+        said = splice("train", file)
+        assert "is up; it continues" in said
+        assert "step 3 of 4" in said and "step 1 of 4" not in said
+        assert "evaluation after step 4" in said
+    finally:
+        splice("stop", folder)
+    assert processes_of(folder) == [], "the command ends the run"
+    adapter = folder / "run" / "versions" / "4" / "adapter"
+    assert said.splitlines()[-3:-1] == ["4 steps are made: tiny@4", f"adapter: {adapter}"]
+    assert (adapter / "adapter_model.safetensors").is_file()
+    assert "4 steps are made: tiny@4" in splice("train", file), "nothing is left to do"

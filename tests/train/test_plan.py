@@ -1,0 +1,171 @@
+"""What `splice train` refuses before anything starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from orchestrator.errors import ConfigError
+from splice.batches import Completion
+from splice.run_file import load, load_as
+from splice.train.command import Plan, plan
+from splice.train.sections import TrainFile
+
+ROWS = [{"question": "1 + 1", "answer": "2"}, {"question": "2 + 3", "answer": "5"}]
+REWARDS = """
+import asyncio
+
+def right(row, completion):
+    return float(row["answer"] in completion.text)
+
+def brief(completions, **kwargs):
+    return [1.0 - len(text) / 10 for text in completions]
+
+async def judged(row, completion):
+    await asyncio.sleep(0)
+    return 0.5
+
+def number(row, completion):
+    return int(completion.text)
+
+def endless(row, completion):
+    return float("inf")
+"""
+FILE = """
+name = "tiny"
+model = "model"
+[trainer]
+[inference]
+[data]
+path = "rows.jsonl"
+prompt = "{question} ="
+[loop]
+reward = "rewards.py:right"
+groups_per_step = 2
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "rewards", raising=False)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "run.toml").write_text(FILE)
+    return tmp_path
+
+
+def planned(folder: Path, *overrides: str) -> Plan:
+    return plan(load_as(TrainFile, folder / "run.toml", overrides), folder)
+
+
+def answer(text: str) -> Completion:
+    return Completion(prompt_ids=(1,), answer_ids=(1,), logprobs=(0.0,), text=text)
+
+
+def test_rows_become_prompts_and_steps_are_one_pass(folder: Path) -> None:
+    made = planned(folder)
+    assert [row["prompt"] for row in made.rows] == ["1 + 1 =", "2 + 3 ="]
+    assert made.rows[0]["answer"] == "2" and made.steps == 1
+    assert made.run.loss.name == "truncated_importance_sampling"
+    assert made.reward(made.rows[0], answer("it is 2")) == 1.0
+
+
+def test_a_run_without_training_reads_the_same_file(folder: Path) -> None:
+    assert load(folder / "run.toml").name == "tiny"
+
+
+def test_a_system_prompt_makes_a_chat(folder: Path) -> None:
+    made = planned(folder, "data.system=Be brief.")
+    assert made.rows[1] == ROWS[1] | {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "2 + 3 ="},
+        ]
+    }
+
+
+@pytest.mark.parametrize("suffix", ["json", "csv", "parquet"])
+def test_other_files(folder: Path, suffix: str) -> None:
+    path = folder / f"rows.{suffix}"
+    if suffix == "json":
+        path.write_text(json.dumps(ROWS))
+    elif suffix == "csv":
+        path.write_text("question,answer\n1 + 1,2\n2 + 3,5\n")
+    else:
+        parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    assert planned(folder, f"data.path=rows.{suffix}").rows == planned(folder).rows
+
+
+def test_datasets_by_folder_and_split(folder: Path) -> None:
+    made = datasets.DatasetDict({"test": datasets.Dataset.from_list(ROWS)})
+    made["test"].save_to_disk(folder / "saved")
+    (folder / "hub").mkdir()
+    made["test"].to_parquet(folder / "hub" / "test-00000.parquet")
+    expected = planned(folder).rows
+    assert planned(folder, "data.path=saved").rows == expected
+    assert planned(folder, "data.path=hub", "data.split=test").rows == expected
+    with pytest.raises(ConfigError, match=r"dataset hub .*split train.*cannot be loaded"):
+        planned(folder, "data.path=hub")
+
+
+async def _of(made: Plan) -> float:
+    given = made.reward(made.rows[0], answer("2"))
+    return float(given if isinstance(given, float) else await given)
+
+
+@pytest.mark.parametrize(
+    ("reward", "value"),
+    [
+        ('"rewards.py:brief"', 0.9),
+        ('{"rewards.py:right" = 1.0, "rewards.py:brief" = 0.5}', 1.45),
+        ('{"rewards.py:right" = 1.0, "rewards.py:judged" = 2.0}', 2.0),
+    ],
+)
+def test_rewards_of_trl_coroutines_and_sums(folder: Path, reward: str, value: float) -> None:
+    assert asyncio.run(_of(planned(folder, f"loop.reward={reward}"))) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.path=absent.jsonl", "cannot read .*absent.jsonl: No such file"),
+        ("data.prompt={questoin}", r"row 1 does not fit prompt.*questoin.*'answer', 'question'"),
+        ("data.path=rows.toml", "is no file of .jsonl.*datasets|cannot be loaded"),
+        ("data.pth=x", "data.pth.*did you mean.*path"),
+        ("loop.reward=rewards.py", 'write "file.py:function"'),
+        ("loop.reward=reward.py:right", "there is no file .*reward.py"),
+        ("loop.reward=rewards.py:wright", "no such function; the module has .*right"),
+        ("loop.reward=rewards.py:number", "first row and an empty answer: ValueError"),
+        ("loop.reward=rewards.py:endless", "gives inf for the first row"),
+        ("loop.learning_rate=1e-5", "loop.learning_rate.*optim"),
+        ("loop.grup_size=4", "loop.grup_size.*did you mean.*group_size"),
+        ("optim.schedule=cosin", "optim.schedule.*cosine"),
+        ("sampling.max_new_tokens=4", "sampling.max_new_tokens.*max_tokens"),
+        ("loss.name=gppo", "no loss .gppo.; did you mean"),
+        ("evl.every=3", "evl.*did you mean.*eval"),
+    ],
+)
+def test_mistakes_are_named(folder: Path, override: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){said}"):
+        planned(folder, override)
+
+
+def test_a_file_without_training_says_what_it_lacks(folder: Path) -> None:
+    (folder / "run.toml").write_text(FILE[: FILE.index("[data]")])
+    with pytest.raises(ConfigError, match=r"data.*missing|data.*required"):
+        planned(folder)
+
+
+def test_a_reward_may_not_hide_a_module(folder: Path) -> None:
+    (folder / "json.py").write_text(REWARDS)
+    with pytest.raises(ConfigError, match=r"module name json belongs to .*rename the file"):
+        planned(folder, "loop.reward=json.py:right")

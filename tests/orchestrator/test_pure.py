@@ -22,9 +22,9 @@ from orchestrator.protocol.messages import Manifest, TensorSpec
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.state import REVERSIBLE, State, advance, after_failure
 from orchestrator.publication.verification import digest_mismatches
-from splice import preflight, up
-from splice.batches import Completion, group_advantages, grpo_batch
-from splice.run_file import RunFile, build, set_value
+from splice.client.batches import Completion, group_advantages, grpo_batch
+from splice.client.run_file import RunFile, build, set_value
+from splice.cluster import preflight, up
 from splice.smoke import config as smoke_config
 from splice.smoke.config import SmokeConfig, smoke_run
 from splice.smoke.display import Display

@@ -16,8 +16,9 @@ import pytest
 from orchestrator.errors import ConfigError, JobFailed
 from orchestrator.processes.identity import identity
 from orchestrator.protocol.messages import ErrorCode, InitialSync
-from splice import cli, run_cli, up
-from splice.run_file import load
+from splice import cli, run_cli
+from splice.client.run_file import load
+from splice.cluster import up
 from tests.orchestrator.run import BUFFERS, JOB, TOKEN, Run
 
 pytestmark = pytest.mark.timeout(60)

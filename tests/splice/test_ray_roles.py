@@ -11,7 +11,7 @@ from orchestrator.errors import ConfigError
 from splice.client.run_file import load
 from splice.cluster.ray_launcher import bundle_of
 from splice.cluster.roles import refuse_many_hosts, roles_of
-from tests.orchestrator.hosts_file import FILE
+from tests.splice.hosts_file import FILE
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from orchestrator.errors import ConfigError
 from splice.client.run_file import load
 from splice.cluster import slurm
-from tests.orchestrator.hosts_file import FILE
+from tests.splice.hosts_file import FILE
 
 STAND_IN = """#!/bin/bash
 name=$(basename "$0")

@@ -19,10 +19,10 @@ from benchmarks import memory
 from benchmarks.harness import inference_python
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import PauseMode, PublicationMode, batch_specs
-from splice.batches import Batch
+from splice.client.batches import Batch
+from splice.client.run_file import RunFile
 from splice.cluster import Cluster
-from splice.preflight import share_a_gpu
-from splice.run_file import RunFile
+from splice.cluster.preflight import share_a_gpu
 
 SHAPES = {
     "30b-a3b": ("qwen3_moe", "qwen3-30b-a3b"),

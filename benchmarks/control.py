@@ -31,8 +31,8 @@ from orchestrator.processes.launch import NodeProcess
 from orchestrator.protocol.messages import Hello, Ready, TrainLora, batch_specs
 from orchestrator.protocol.node_link import NodeLink
 from orchestrator.storage.journal import Journal
-from splice.client import SpliceClient
-from splice.run_file import RunFile
+from splice.client.clients import SpliceClient
+from splice.client.run_file import RunFile
 
 TOKEN = "benchmark-" + uuid.uuid4().hex
 POLL_S = 1.0

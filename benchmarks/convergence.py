@@ -33,9 +33,9 @@ from orchestrator.protocol.messages import (
     OptimParams,
     TrainMerged,
 )
-from splice.batches import grpo_batch
+from splice.client.batches import grpo_batch
+from splice.client.run_file import RunFile
 from splice.cluster import Cluster
-from splice.run_file import RunFile
 from splice.smoke import rollouts
 
 ARCHS = ("qwen3", "qwen3_moe")

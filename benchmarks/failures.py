@@ -32,8 +32,8 @@ from benchmarks.failures_losses import LIMIT_S
 from benchmarks.harness import Case
 from orchestrator.errors import JobFailed
 from orchestrator.protocol.messages import LossSpec, OptimParams, TrainMergedResult
-from splice.batches import Batch
-from splice.client import SpliceClient
+from splice.client.batches import Batch
+from splice.client.clients import SpliceClient
 from splice.cluster import Cluster
 
 LOSSES = {

@@ -26,7 +26,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from splice import machine
+from splice.cluster import machine
 
 PACKAGES = (
     "torch",

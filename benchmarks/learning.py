@@ -46,11 +46,11 @@ from orchestrator.protocol.config import (
     RoundingMode,
 )
 from orchestrator.protocol.messages import InitialSync, LossSpec, OptimParams
-from splice.batches import Completion
+from splice.client.batches import Completion
+from splice.client.run_file import RunFile
 from splice.cluster import Cluster
-from splice.preflight import share_a_gpu
+from splice.cluster.preflight import share_a_gpu
 from splice.rl import Loop, LoopConfig, SamplingConfig
-from splice.run_file import RunFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

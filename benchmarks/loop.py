@@ -41,8 +41,8 @@ import numpy as np
 from benchmarks import clusters, turns
 from benchmarks.harness import Case
 from orchestrator.protocol.messages import InitialSync, LossSpec, OptimParams, PauseMode
-from splice.batches import Completion
-from splice.client import SpliceClient
+from splice.client.batches import Completion
+from splice.client.clients import SpliceClient
 from splice.cluster import Cluster
 from splice.rl import Loop, LoopConfig, SamplingConfig, Step, checker, decisions
 from splice.smoke import rollouts

@@ -51,9 +51,9 @@ from orchestrator.protocol.messages import (
     Publish,
     Resync,
 )
+from splice.client.run_file import RunFile
 from splice.cluster import Cluster
-from splice.preflight import read_model_config
-from splice.run_file import RunFile
+from splice.cluster.preflight import read_model_config
 
 STOCK = "stock pause and resume"
 PAUSES = ("keep", "keep_kv", "wait", "abort")

@@ -52,7 +52,7 @@ from orchestrator.protocol.messages import (
     batch_specs,
 )
 from splice.cluster import Cluster
-from splice.preflight import read_model_config
+from splice.cluster.preflight import read_model_config
 
 NODES = {"orchestrator": "orchestrator", "trainer": "trainer", "inference": "inference-0"}
 TENTHS = 10

@@ -29,8 +29,8 @@ from benchmarks import clusters, turns
 from benchmarks.harness import Case
 from orchestrator.processes.launch import NodeProcess
 from orchestrator.protocol.messages import InitialSync, LossSpec, OptimParams
-from splice.batches import Batch
-from splice.client import SpliceClient
+from splice.client.batches import Batch
+from splice.client.clients import SpliceClient
 from splice.cluster import Cluster
 
 WARM_CYCLES = 2

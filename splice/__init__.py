@@ -53,7 +53,7 @@ from orchestrator.protocol.messages import (
     TrainMergedResult,
     batch_specs,
 )
-from splice.batches import (
+from splice.client.batches import (
     ASK,
     ASK_CHAT,
     Batch,
@@ -63,7 +63,7 @@ from splice.batches import (
     grpo_batch,
     sft_batch,
 )
-from splice.client import AsyncSpliceClient, BatchBuffers, SpliceClient
+from splice.client.clients import AsyncSpliceClient, BatchBuffers, SpliceClient
 
 __all__ = [
     "ASK",

@@ -29,15 +29,15 @@ from orchestrator.protocol.config import Device
 from orchestrator.protocol.curve import make_keys
 from orchestrator.protocol.messages import check_node_id
 from orchestrator.server import Orchestrator
-from splice import doctor as doctoring
 from splice import run_cli
-from splice.machine import inference_python, local_model
+from splice.client.run_file import TOKEN, TrainerSection, load, node_file
+from splice.cluster import doctor as doctoring
+from splice.cluster.machine import inference_python, local_model
+from splice.cluster.up import some_token
 from splice.run_cli import AsJson, FileArgument, Overrides
-from splice.run_file import TOKEN, TrainerSection, load, node_file
 from splice.smoke.config import SmokeConfig, smoke_run
 from splice.smoke.interrupts import Interrupts
 from splice.smoke.run import run_smoke
-from splice.up import some_token
 from trainer_node.launcher import host as trainer_host
 
 

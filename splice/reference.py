@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from splice.run_file import BY_DEVICE, RunFile
+from splice.client.run_file import BY_DEVICE, RunFile
 
 HEAD = """# Configuration: every key of run.toml
 

@@ -33,9 +33,9 @@ from orchestrator.processes.interfaces import reachable_url
 from orchestrator.processes.logs import log_to_stderr
 from orchestrator.protocol.messages import NodeStatus
 from orchestrator.storage.files import replace_file
-from splice.client import AsyncSpliceClient
-from splice.replicas import Replica, Replicas
-from splice.run_file import load
+from splice.client.clients import AsyncSpliceClient
+from splice.client.replicas import Replica, Replicas
+from splice.client.run_file import load
 
 log = logging.getLogger("splice.router")
 URL_FILE = "router"

@@ -19,11 +19,9 @@ from rich.live import Live
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.processes.logs import log_to_stderr
 from orchestrator.processes.python import python_command, python_environment
-from splice import kubernetes, machine, ray_launcher, report, slurm, up
+from splice import report
 from splice import watch as watching
-from splice.doctor import Gpu, list_gpus
-from splice.rl import browse, decisions
-from splice.run_file import (
+from splice.client.run_file import (
     FILE_NAME,
     TRAINING,
     RunFile,
@@ -35,6 +33,9 @@ from splice.run_file import (
     read,
     stop_command,
 )
+from splice.cluster import kubernetes, machine, ray_launcher, slurm, up
+from splice.cluster.doctor import Gpu, list_gpus
+from splice.rl import browse, decisions
 
 app = typer.Typer()
 config_app = typer.Typer(no_args_is_help=True, help="Show, check or describe a run.toml.")

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from orchestrator.protocol.frames import decode
 from orchestrator.protocol.messages import Completed
-from splice import up
+from splice.cluster import up
 
 PUBLICATIONS = 5
 """Number of publications in a frame."""

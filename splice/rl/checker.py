@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError
+from splice.client.run_file import run_folder
 from splice.rl import decisions
-from splice.run_file import run_folder
 
 Place = tuple[int, int]
 """Group and sample."""

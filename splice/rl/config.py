@@ -11,7 +11,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import Settings
 from orchestrator.protocol.messages import MIN_TEMPERATURE
 from orchestrator.protocol.messages.mistakes import UserInput
-from splice.batches import ASK
+from splice.client.batches import ASK
 from splice.rl.bodies import FIELDS, check_fields, json_of
 
 SinkName = Literal["tensorboard", "wandb", "mlflow", "trackio"]

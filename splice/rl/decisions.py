@@ -43,7 +43,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.processes import locks
 from orchestrator.protocol.messages import TensorSpec
 from orchestrator.storage.files import replace_file, sync_folder
-from splice.batches import Batch
+from splice.client.batches import Batch
 
 LOG, BATCH, STATUS = "decisions.jsonl", "batch.msgpack", "status.json"
 SEGMENT_BYTES = 2**26

@@ -26,8 +26,8 @@ from orchestrator.protocol.messages import (
     TrainMerged,
     TrainMergedResult,
 )
-from splice.batches import Batch, Completion
-from splice.client import SpliceClient
+from splice.client.batches import Batch, Completion
+from splice.client.clients import SpliceClient
 from splice.rl import decisions
 from splice.rl.asking import Context
 from splice.rl.balance import Meter

@@ -35,8 +35,9 @@ from typing import Any, TypeVar
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import LossSpec, OptimParams, Status, TrainMergedResult
 from orchestrator.protocol.messages.mistakes import check_loss_name
-from splice.batches import Completion, grpo_batch
-from splice.client import SpliceClient
+from splice.client.batches import Completion, grpo_batch
+from splice.client.clients import SpliceClient
+from splice.client.run_file import run_folder
 from splice.rl import decisions
 from splice.rl.asking import Context
 from splice.rl.balance import Meter
@@ -49,7 +50,6 @@ from splice.rl.sampler import Row, Sampler, check_row
 from splice.rl.scoring import Reward, Scoring, check_scoring
 from splice.rl.steps import Said, Step, line_of, warn_of_changes
 from splice.rl.turns import Environment, Scored
-from splice.run_file import run_folder
 
 log = logging.getLogger("splice.rl")
 T = TypeVar("T")

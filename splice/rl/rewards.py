@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from splice.batches import Completion
+from splice.client.batches import Completion
 from splice.rl.sampler import Row
 
 RewardFunction = Callable[..., Any]

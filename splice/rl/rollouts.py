@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from orchestrator.errors import ConfigError, ErrorCode, SpliceError
-from splice.batches import Completion
+from splice.client.batches import Completion
 from splice.rl.asking import Asking, Context, Place
 from splice.rl.decisions import Order
 from splice.rl.sampler import RequestRefused, Row

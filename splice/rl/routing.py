@@ -12,7 +12,7 @@ import base64
 import struct
 
 from orchestrator.errors import ConfigError
-from splice.batches import Routing
+from splice.client.batches import Routing
 
 _CODES = {"|u1": "B", "<u2": "H", "<i4": "i"}
 """NumPy's type -> that of `array`."""

@@ -24,8 +24,8 @@ import httpx
 
 from orchestrator.errors import ConfigError, ErrorCode, SpliceError
 from orchestrator.protocol.messages import Status
-from splice.batches import ASK, ASK_CHAT, Completion, Routing
-from splice.replicas import Replica, Replicas
+from splice.client.batches import ASK, ASK_CHAT, Completion, Routing
+from splice.client.replicas import Replica, Replicas
 from splice.rl.balance import Meter
 from splice.rl.bodies import CHAT, COMPLETIONS, FIELDS, check_fields, json_of, plain
 from splice.rl.config import OWN_FIELDS, SamplingConfig

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from splice.batches import Completion
+from splice.client.batches import Completion
 from splice.rl.config import LoopConfig
 from splice.rl.reward_processes import (
     START_S,

@@ -21,7 +21,7 @@ from typing import Any
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import MIN_TEMPERATURE
-from splice.batches import Completion, Routing
+from splice.client.batches import Completion, Routing
 from splice.rl.config import OWN_FIELDS
 from splice.rl.sampler import Row
 

@@ -14,10 +14,10 @@ from pydantic import ValidationError
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import ParallelConfig
-from splice.machine import inference_python
-from splice.preflight import check_model, share_a_gpu
-from splice.run_file import RunFile, build, read, set_value
-from splice.up import check as check_run
+from splice.client.run_file import RunFile, build, read, set_value
+from splice.cluster.machine import inference_python
+from splice.cluster.preflight import check_model, share_a_gpu
+from splice.cluster.up import check as check_run
 
 RUNS = Path("runs/smoke")
 """Each run gets a new folder in it."""
@@ -62,7 +62,7 @@ def smoke_run(
         tiny: makes a model where none is named.
 
     Raises:
-        ConfigError: as `splice.run_file.load`.
+        ConfigError: as `splice.client.run_file.load`.
     """
     values: dict[str, Any] = {"name": "tiny"} if file is None else read(file)
     values.pop("run_dir", None)

@@ -16,7 +16,7 @@ from statistics import fmean
 import httpx
 
 from orchestrator.errors import SpliceError
-from splice.batches import ASK, Completion, completions_of
+from splice.client.batches import ASK, Completion, completions_of
 
 Scored = tuple[Completion, float]
 """An answer and its reward."""

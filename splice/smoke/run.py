@@ -29,8 +29,8 @@ from orchestrator.protocol.messages import (
     TrainMerged,
     TrainMergedResult,
 )
-from splice.batches import Batch, grpo_batch
-from splice.client import run_watched
+from splice.client.batches import Batch, grpo_batch
+from splice.client.clients import run_watched
 from splice.cluster import Cluster
 from splice.smoke import proof as proving
 from splice.smoke import rollouts, served

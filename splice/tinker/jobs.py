@@ -10,7 +10,7 @@ import numpy as np
 from orchestrator.errors import ErrorCode, JobFailed
 from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import OptimParams
-from splice.client import SpliceClient
+from splice.client.clients import SpliceClient
 from splice.tinker import losses, wire
 from splice.tinker.refused import unsupported
 

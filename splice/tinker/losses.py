@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchestrator.protocol.messages import LossSpec, TensorSpec, batch_specs, forward_specs
-from splice.batches import Batch
+from splice.client.batches import Batch
 from splice.tinker.refused import malformed, unsupported
 from splice.tinker.wire import Array, Datum, PassRequest
 

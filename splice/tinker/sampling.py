@@ -23,8 +23,8 @@ import httpx
 from tinker import types
 
 from orchestrator.errors import NodeLost, SpliceError
-from splice.batches import ASK
-from splice.client import SpliceClient
+from splice.client.batches import ASK
+from splice.client.clients import SpliceClient
 from splice.rl.config import SamplingConfig
 from splice.rl.sampler import RolloutLost, Sampler
 from splice.tinker.books import Books, Result, defect, failure

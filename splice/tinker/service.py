@@ -18,7 +18,7 @@ from tinker import types
 from orchestrator.errors import ConfigError
 from orchestrator.processes.locks import try_lock
 from orchestrator.protocol.config import LoraConfig, TrainerConfig
-from splice.client import SpliceClient
+from splice.client.clients import SpliceClient
 from splice.tinker import adapters
 from splice.tinker.books import Books, Request
 from splice.tinker.checks import Checks

@@ -18,7 +18,7 @@ from tinker import types
 from orchestrator.errors import REFUSED, ConfigError, ErrorCode, JobFailed
 from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import OptimParams
-from splice.client import SpliceClient
+from splice.client.clients import SpliceClient
 from splice.tinker import losses, wire
 from splice.tinker.adapters import of_model
 from splice.tinker.books import INITIAL, UNKNOWN, Books, Request, Result, json_result

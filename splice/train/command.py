@@ -21,8 +21,8 @@ from statistics import fmean
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import LOSS_PARAMETERS, OptimParams
 from orchestrator.protocol.messages.mistakes import check_loss_name
-from splice import up
-from splice.batches import Completion
+from splice.client.batches import Completion
+from splice.cluster import up
 from splice.rl import Loop, LoopConfig, Step, decisions
 from splice.rl.sampler import Row
 from splice.rl.scoring import Reward

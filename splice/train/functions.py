@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from splice.batches import Completion
+from splice.client.batches import Completion
 from splice.rl.rewards import trl_reward
 from splice.rl.sampler import Row
 from splice.rl.scoring import Reward

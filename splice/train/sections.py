@@ -10,8 +10,8 @@ from pydantic import Field, field_validator, model_validator
 from orchestrator.protocol.config import Settings
 from orchestrator.protocol.messages import LossSpec, OptimParams
 from orchestrator.protocol.messages.mistakes import UserInput
+from splice.client.run_file import RunFile
 from splice.rl.config import LoopSettings, SamplingConfig
-from splice.run_file import RunFile
 from splice.train.schedules import ScheduleName, factor
 
 LOSS = "truncated_importance_sampling"

@@ -37,8 +37,8 @@ from orchestrator.protocol.messages import (
     batch_specs,
     new_id,
 )
+from splice.client.run_file import RunFile
 from splice.cluster import Cluster
-from splice.run_file import RunFile
 from tests.chaos import history
 from tests.chaos.history import Event, History
 from tests.chaos.processes import ROOT

@@ -43,7 +43,7 @@ from orchestrator.protocol.messages import (
     new_id,
 )
 from orchestrator.storage.journal import Journal
-from splice.client import SpliceClient
+from splice.client.clients import SpliceClient
 from tests.chaos.history import History
 from tests.chaos.links import Links
 from tests.chaos.nodes import BASE, LONG, MODEL, POISON

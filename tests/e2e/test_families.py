@@ -21,8 +21,8 @@ from orchestrator.protocol.messages import (
     TrainMerged,
     batch_specs,
 )
+from splice.client.run_file import RunFile
 from splice.cluster import Cluster
-from splice.run_file import RunFile
 from splice.smoke import served
 from splice.smoke.config import TAU
 from tests.e2e.batches import PROMPT, as_batch

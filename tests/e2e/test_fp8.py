@@ -20,8 +20,8 @@ from orchestrator.protocol.messages import (
     TrainMerged,
     batch_specs,
 )
+from splice.client.run_file import RunFile
 from splice.cluster import Cluster
-from splice.run_file import RunFile
 from tests.e2e.batches import PROMPT, as_batch
 from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
 from tests.e2e.servers import scored

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from orchestrator.errors import ConfigError, NodeLost
 from orchestrator.processes.python import python_command
-from splice import SpliceClient, TrainMerged, batch_specs, up
+from splice import SpliceClient, TrainMerged, batch_specs
+from splice.cluster import up
 from tests.e2e.batches import PROMPT, as_batch
 from tests.e2e.commands import processes_of, splice
 from tests.e2e.conftest import INFERENCE_PYTHON

@@ -11,7 +11,7 @@ from orchestrator.config import OrchestratorConfig
 from orchestrator.protocol.messages import TensorSpec, TrainMerged, batch_specs
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.server import Orchestrator
-from splice.client import SpliceClient
+from splice.client.clients import SpliceClient
 from tests.orchestrator.fake_nodes import FakeReplica, FakeTrainer
 
 TOKEN = "t" * 32

@@ -25,8 +25,8 @@ from orchestrator.protocol.messages.mistakes import read_json
 from orchestrator.protocol.node_link import NodeLink
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.server import Orchestrator
-from splice import up
-from splice.client import LOOK_S, SpliceClient
+from splice.client.clients import LOOK_S, SpliceClient
+from splice.cluster import up
 from tests.orchestrator.run import TOKEN, Run
 from tests.orchestrator.serving import REPO, endpoint_in, run_file, start_serve
 

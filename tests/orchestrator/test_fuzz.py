@@ -38,7 +38,7 @@ from orchestrator.protocol.frames import (
     to_wire,
 )
 from orchestrator.protocol.messages import ANY_MESSAGE, AnyMessage, Hello, InitialSync
-from splice.client import SpliceClient
+from splice.client.clients import SpliceClient
 from tests.orchestrator.fake_nodes import FakeReplica, FakeTrainer
 from tests.orchestrator.raw import VERSION, raw_peer
 from tests.orchestrator.run import BUFFERS, JOB, TOKEN

@@ -10,8 +10,8 @@ from pydantic import BaseModel
 from orchestrator.protocol.messages import hints
 from orchestrator.protocol.messages.mistakes import _model_in
 from splice import ConfigError, KlSpec, LossSpec, OptimParams
+from splice.client.run_file import RunFile, build
 from splice.rl import LoopConfig, SamplingConfig
-from splice.run_file import RunFile, build
 
 CLASSES = {c.__name__: c for c in (OptimParams, LossSpec, KlSpec, LoopConfig, SamplingConfig)}
 

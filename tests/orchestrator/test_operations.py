@@ -33,7 +33,7 @@ from orchestrator.protocol.messages import (
 )
 from orchestrator.protocol.node_link import NodeLink
 from orchestrator.trainer_memory import TrainerMemory
-from splice.client import AsyncSpliceClient
+from splice.client.clients import AsyncSpliceClient
 from tests.orchestrator.fake_nodes import FakeTrainer, soon
 from tests.orchestrator.run import BATCH, BUFFERS, JOB, TOKEN, Run, SmallBatch
 

@@ -20,7 +20,7 @@ from orchestrator.protocol.messages import (
     batch_specs,
 )
 from orchestrator.storage.journal import Journal
-from splice.client import SpliceClient
+from splice.client.clients import SpliceClient
 from tests.orchestrator.fake_nodes import soon
 from tests.orchestrator.run import BATCH, BUFFERS, JOB, TOKEN
 

@@ -22,7 +22,7 @@ from orchestrator.protocol import node_link
 from orchestrator.protocol.frames import to_wire
 from orchestrator.protocol.messages import Hello, InitialSync, OptimStep, Ready
 from orchestrator.protocol.node_link import NodeLink
-from splice.client import SpliceClient
+from splice.client.clients import SpliceClient
 from tests.chaos.links import Links
 from tests.orchestrator.fake_nodes import FakeTrainer, soon
 from tests.orchestrator.run import BUFFERS, JOB, TOKEN, Run

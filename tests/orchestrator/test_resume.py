@@ -31,7 +31,7 @@ from orchestrator.protocol.messages import (
 )
 from orchestrator.publication.state import State, after_restart
 from orchestrator.storage.journal import Journal
-from splice.client import SpliceClient
+from splice.client.clients import SpliceClient
 from tests.orchestrator.fake_nodes import FakeLauncher, FakeReplica, FakeTrainer, soon
 from tests.orchestrator.raw import raw_peer
 from tests.orchestrator.run import BATCH, BUFFERS, JOB, TOKEN

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from orchestrator.protocol.messages import InitialSync
+from splice.client.run_file import RunFile
 from splice.cluster import Cluster
-from splice.run_file import RunFile
 from tests.e2e.conftest import (
     INFERENCE_PYTHON,
     ROOT,

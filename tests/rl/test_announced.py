@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.protocol.messages import TrainMerged
 from splice import LossSpec, OptimParams
-from splice.batches import Completion, grpo_batch
+from splice.client.batches import Completion, grpo_batch
 from splice.rl import Loop, LoopConfig, SamplingConfig, decisions
 from splice.rl.checker import check
 from tests.rl.conftest import tiny_cluster

@@ -7,9 +7,9 @@ import runpy
 
 import pytest
 
+from splice.client.run_file import load
 from splice.rl import decisions
 from splice.rl.checker import check
-from splice.run_file import load
 from tests.e2e.conftest import ROOT
 from tests.rl.conftest import tiny_cluster
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from splice import Completion, LossSpec, OptimParams, grpo_batch
-from splice.batches import Routing
+from splice.client.batches import Routing
 from splice.rl import Loop, LoopConfig, SamplingConfig
 from splice.rl.routing import routing_of
 from tests.rl.conftest import tiny_cluster

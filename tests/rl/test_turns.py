@@ -7,7 +7,7 @@ import array
 import pytest
 
 from splice import Completion, grpo_batch
-from splice.batches import Routing
+from splice.client.batches import Routing
 from splice.rl import Scored, Turn
 from splice.rl.turns import scored, sequences_of
 

@@ -24,7 +24,7 @@ import pytest
 from orchestrator.processes import child
 from orchestrator.processes.launch import Launcher, NodeProcess
 from orchestrator.protocol.messages import InitialSync
-from splice.client import SpliceClient
+from splice.client.clients import SpliceClient
 from splice.rl import checker, decisions
 from splice.tinker.server import KEY_FILE, URL_FILE
 from splice.tinker.training import FOLDER

@@ -13,8 +13,8 @@ import pytest
 from pyarrow import parquet
 
 from orchestrator.errors import ConfigError
-from splice.batches import Completion
-from splice.run_file import load, load_as
+from splice.client.batches import Completion
+from splice.client.run_file import load, load_as
 from splice.train.command import Plan, plan
 from splice.train.sections import TrainFile
 

@@ -12,7 +12,7 @@ import torch
 
 from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import TensorSpec
-from splice.run_file import RunFile
+from splice.client.run_file import RunFile
 from tests.orchestrator.fake_nodes import FakeReplica, whole_layout
 from tests.orchestrator.run import TOKEN, Run
 from tests.trainer_node.conftest import REPO, child_env

@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from orchestrator.errors import ConfigError
-from splice.ray_launcher import bundle_of
-from splice.roles import refuse_many_hosts, roles_of
-from splice.run_file import load
-from tests.orchestrator.hosts_file import FILE
+from splice.client.run_file import load
+from splice.cluster.ray_launcher import bundle_of
+from splice.cluster.roles import refuse_many_hosts, roles_of
+from tests.splice.hosts_file import FILE
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ import pytest
 from orchestrator.errors import ConfigError, JobFailed
 from orchestrator.processes.identity import identity
 from orchestrator.protocol.messages import ErrorCode, InitialSync
-from splice import cli, run_cli, up
-from splice.run_file import load
+from splice import cli, watch
+from splice.client.run_file import load
+from splice.cluster import up
 from tests.orchestrator.run import BUFFERS, JOB, TOKEN, Run
 
 pytestmark = pytest.mark.timeout(60)
@@ -191,11 +192,9 @@ def test_a_new_version_is_progress_and_an_orchestrator_that_is_away_is_none(run,
     assert not progress.look(3 * up.LOOK_S)
 
 
-def test_status_names_a_replica_that_was_given_up(tmp_path, capsys):
+def test_status_names_a_replica_that_was_given_up(tmp_path):
     up._State(tmp_path).write("up", "serving", given_up={"inference-1": "ended with code 3"})
-    found = up.status(tmp_path)
-    run_cli._print_status(found)
-    said = capsys.readouterr().out
+    said = str(watch.render(up.status(tmp_path)))
     assert "inference-1 ended with code 3" in said and "starts again every 10 minutes" in said
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from splice import doctor
+from splice.cluster import doctor
 from tests.orchestrator.serving import REPO
 
 TRAINER = {

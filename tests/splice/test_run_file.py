@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 
 from orchestrator.errors import ConfigError
 from orchestrator.processes.restarts import EXIT_CONFIG
-from splice import cli, machine, up
+from splice import cli
 from splice.cli import app
-from splice.client import SpliceClient
-from splice.cluster import Cluster
-from splice.doctor import Gpu
+from splice.client.clients import SpliceClient
+from splice.client.run_file import RunFile, load
+from splice.cluster import Cluster, machine, up
+from splice.cluster.doctor import Gpu
 from splice.reference import markdown
-from splice.run_file import RunFile, load
 from tests.orchestrator.fake_nodes import soon
 from tests.orchestrator.run import TOKEN
 from tests.orchestrator.serving import REPO, endpoint_in

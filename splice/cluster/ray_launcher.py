@@ -22,9 +22,9 @@ from typing import Any
 from orchestrator.errors import ConfigError, NodeLost
 from orchestrator.processes.launch import Launcher
 from orchestrator.protocol.messages import InitialSync
-from splice.client import SpliceClient, run_watched
-from splice.roles import CLIENT, CURVE, Role, keys_of, refuse_many_hosts, roles_of
-from splice.run_file import RunFile, stop_command
+from splice.client.clients import SpliceClient, run_watched
+from splice.client.run_file import RunFile, stop_command
+from splice.cluster.roles import CLIENT, CURVE, Role, keys_of, refuse_many_hosts, roles_of
 
 FILE, NAMESPACE = "ray.json", "splice"
 RESTARTS = 5

@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from orchestrator.errors import ConfigError
-from splice import slurm
-from splice.run_file import load
-from tests.orchestrator.hosts_file import FILE
+from splice.client.run_file import load
+from splice.cluster import slurm
+from tests.splice.hosts_file import FILE
 
 STAND_IN = """#!/bin/bash
 name=$(basename "$0")

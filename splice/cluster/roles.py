@@ -20,7 +20,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.processes.launch import NodeProcess
 from orchestrator.processes.python import python_command
 from orchestrator.processes.restarts import RestartBudget
-from splice.run_file import RunFile
+from splice.client.run_file import RunFile
 
 CLIENT = "client"
 """The folder of `splice keys` that clients and the router take."""

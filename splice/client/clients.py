@@ -65,8 +65,16 @@ from orchestrator.protocol.messages import (
     TrainMerged,
     TrainMergedResult,
 )
-from splice.run_file import find_run
-from splice.run_link import Buffers, Connection, Naming, OnProgress, Result, RunLink, RunOptions
+from splice.client.run_file import find_run
+from splice.client.run_link import (
+    Buffers,
+    Connection,
+    Naming,
+    OnProgress,
+    Result,
+    RunLink,
+    RunOptions,
+)
 
 LOOK_S, WATCHED_S = 1.0, 7200.0
 P = ParamSpec("P")

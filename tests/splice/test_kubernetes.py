@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.orchestrator.hosts_file import FILE
+from tests.splice.hosts_file import FILE
 
 JOBSET = {
     "apiVersion": str,

@@ -16,9 +16,9 @@ from types import TracebackType
 from orchestrator.errors import ConfigError, NodeLost
 from orchestrator.processes.launch import Launcher
 from orchestrator.protocol.messages import Status
-from splice.client import SpliceClient
-from splice.roles import Role, roles_of
-from splice.run_file import RUN_JSON, TOKEN, RunFile, absolute
+from splice.client.clients import SpliceClient
+from splice.client.run_file import RUN_JSON, TOKEN, RunFile, absolute
+from splice.cluster.roles import Role, roles_of
 
 log = logging.getLogger("splice.cluster")
 OnWait = Callable[[str], None]
@@ -34,7 +34,7 @@ class Cluster:
     `needs_all`.
 
     Args:
-        run: what to run; `RunFile(...)`, or `splice.run_file.load`.
+        run: what to run; `RunFile(...)`, or `splice.client.run_file.load`.
         file: the file that has it, in the run's folder. None: the folder is a new one, and the
             cluster writes the file.
         run_token: the run's secret; empty: a new one.

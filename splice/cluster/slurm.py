@@ -16,8 +16,8 @@ from pathlib import Path
 
 from orchestrator.errors import ConfigError
 from orchestrator.processes.python import python_command
-from splice.roles import Role, numbered_from_0, roles_of
-from splice.run_file import RunFile
+from splice.client.run_file import RunFile
+from splice.cluster.roles import Role, numbered_from_0, roles_of
 
 SCRIPT, FILE = "slurm.sh", "slurm.json"
 ENDPOINT_S = 120

@@ -8,7 +8,7 @@ import time
 from orchestrator.processes import child
 from orchestrator.processes.launch import Launcher, NodeProcess
 from splice import run_cli
-from splice.disk import LOOK_EVERY_S, DiskForecast, warning
+from splice.cluster.disk import LOOK_EVERY_S, DiskForecast, warning
 
 LINES = 4000
 WRITES = f"""

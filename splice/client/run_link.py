@@ -47,7 +47,7 @@ from orchestrator.protocol.messages import (
     new_id,
 )
 from orchestrator.protocol.node_link import NodeLink
-from splice.run_file import find_run
+from splice.client.run_file import find_run
 
 log = logging.getLogger("splice.client")
 OnProgress = Callable[[Progress], None]

@@ -15,9 +15,9 @@ from orchestrator.errors import ConfigError
 from orchestrator.processes.python import python_command, python_environment
 from orchestrator.protocol.config import check_alias_name, check_model_folder
 from orchestrator.protocol.topology import language_part
-from splice.doctor import Gpu
-from splice.preflight import read_model_config
-from splice.run_file import BY_DEVICE, FILE_NAME
+from splice.client.run_file import BY_DEVICE, FILE_NAME
+from splice.cluster.doctor import Gpu
+from splice.cluster.preflight import read_model_config
 
 TRAINER_SHARE, SERVER_SHARE = 0.5, 0.6
 """Most of a GPU's memory that weights may take, for the trainer and for vLLM. The rest is for

@@ -14,14 +14,14 @@ import shlex
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from splice.roles import (
+from splice.client.run_file import RunFile
+from splice.cluster.roles import (
     Role,
     check_several_hosts,
     numbered_from_0,
     refuse_many_hosts,
     roles_of,
 )
-from splice.run_file import RunFile
 
 FILE = "/etc/splice/run.json"
 

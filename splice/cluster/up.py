@@ -1,6 +1,6 @@
 """`splice up`: all roles of a run on this host, in the background, until it is stopped.
 
-    splice up -> python -m splice.up CONFIG (its own session) -> Cluster -> the roles
+    splice up -> python -m splice.cluster.up CONFIG (its own session) -> Cluster -> the roles
 
 The background process writes RUN_DIR/up.json: its pid, whether it serves, or why it ended. When it
 ends, for whatever reason, the roles end too.
@@ -40,12 +40,13 @@ from orchestrator.protocol.messages import InitialSync, Resync
 from orchestrator.storage.files import replace_file
 from orchestrator.storage.journal import kept_token
 from orchestrator.storage.run_folder import RunFolder
-from splice import disk
-from splice.client import SpliceClient, run_watched
-from splice.cluster import Cluster
-from splice.disk import DiskForecast
-from splice.doctor import list_gpus
-from splice.preflight import (
+from splice.client.clients import SpliceClient, run_watched
+from splice.client.run_file import RUN_JSON, TOKEN, RunFile, load, stop_command
+from splice.cluster import disk
+from splice.cluster.disk import DiskForecast
+from splice.cluster.doctor import list_gpus
+from splice.cluster.one_host import Cluster
+from splice.cluster.preflight import (
     check_cpu_attention,
     check_gpus,
     check_length,
@@ -54,9 +55,8 @@ from splice.preflight import (
     check_quantization,
     read_model_config,
 )
+from splice.cluster.roles import roles_of
 from splice.rl import decisions
-from splice.roles import roles_of
-from splice.run_file import RUN_JSON, TOKEN, RunFile, load, stop_command
 
 log = logging.getLogger("splice.up")
 STATE, LOCK = "up.json", "up.lock"
@@ -185,7 +185,7 @@ def _start(run: RunFile, lock: int, *, publish: bool) -> int:
     token = some_token(run.run_dir)
     with (logs / "up.log").open("ab") as out:
         process = subprocess.Popen(
-            python_command(sys.executable, "-m", "splice.up", config, *[PUBLISH] * publish),
+            python_command(sys.executable, "-m", "splice.cluster.up", config, *[PUBLISH] * publish),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from orchestrator.errors import ConfigError, JobFailed, ProtocolError
 from orchestrator.protocol.messages import InitialSync, OptimStep, SaveCheckpoint
-from splice.client import AsyncSpliceClient, SpliceClient
+from splice.client.clients import AsyncSpliceClient, SpliceClient
 from tests.orchestrator.fake_nodes import soon
 from tests.orchestrator.run import BUFFERS, JOB, TOKEN, Run
 

@@ -10,19 +10,23 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from splice.client.run_file import BY_DEVICE, RunFile
+from splice.client.run_file import BY_DEVICE
+from splice.train.sections import TrainFile
 
 HEAD = """# Configuration: every key of run.toml
 
 `splice init` writes the file with the keys that matter first. `--set trainer.seed=7` overrides one
 for a command. `splice config show` prints all values of a run, `splice config check` checks them
 against the host. This page is made from the models by `python -m splice.reference`.
+
+The tables `data`, `loop`, `sampling`, `loss`, `optim` and `eval` are for
+[`splice train`](train.md). Other commands pass over them.
 """
 
 
 def markdown() -> str:
     """Return the page."""
-    schema = RunFile.model_json_schema()
+    schema = TrainFile.model_json_schema()
     return "\n".join([HEAD, *_tables(schema, schema["$defs"], name="")])
 
 
@@ -61,7 +65,7 @@ def _is_shared(table: str, key: str) -> bool:
 
 
 def _model_in(field: dict[str, Any]) -> str | None:
-    for part in (field, *field.get("allOf", ())):
+    for part in (field, *field.get("allOf", ()), *field.get("anyOf", ())):
         if "$ref" in part:
             return str(part["$ref"]).rpartition("/")[2]
     return None
@@ -84,6 +88,8 @@ def _values(field: dict[str, Any]) -> str:
         return f"`{field['const']}`"
     if field["type"] == "array":
         return f"list of {_values(field['items'])}"
+    if field["type"] == "object":
+        return "table"
     kind = {"string": "text", "integer": "integer", "number": "number", "null": "none"}
     bounds = [
         f"{sign} {field[key]:g}"

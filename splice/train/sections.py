@@ -42,6 +42,8 @@ class DataSection(UserInput, Settings):
 class LoopSection(LoopSettings):
     """The loop, and its reward."""
 
+    steps: int | None = Field(default=None, ge=1)
+    """Steps of the run, over all starts. None: one pass over the rows."""
     reward: str | dict[str, float]
     """`"my.py:accuracy"`, relative to this file, or `"package.module:function"`; or a table of
     several with their weights. A function takes (row, completion), or what TRL's rewards take."""

@@ -45,6 +45,8 @@ class KlSpec(UserInput):
     coefficient: float = Field(default=0.01, ge=0, allow_inf_nan=False)
     """0: the trainer logs the divergence only."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
+    """With r = p(reference) / p: k1 is -log r, k2 is (log r)^2 / 2, k3 is r - 1 - log r (Schulman,
+    joschu.net/blog/kl-approx.html)."""
     reference: Literal["base", "given", "adapter"] = "base"
     """base: the model with its adapters off. given: the batch's `reference_logprobs`.
     adapter: the model with the adapter in `adapter_dir`."""
@@ -72,9 +74,12 @@ class LossSpec(UserInput):
     """
 
     name: str = Field(default="grpo", pattern=r"^[a-z][a-z0-9_]*$", max_length=64)
+    """A loss of `LOSS_PARAMETERS`, or one of your own. `splice train` takes
+    truncated_importance_sampling unless the file names one."""
     clip_low: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """The importance ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """See `clip_low`."""
     dual_clip: float | None = Field(default=None, gt=1, allow_inf_nan=False)
     """ppo: lower bound, times the advantage, of a token with a negative advantage. None: off."""
     ratio_cap: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -141,11 +146,17 @@ class OptimParams(UserInput):
     """Parameters of one AdamW step."""
 
     lr: float = Field(default=1e-4, gt=0, allow_inf_nan=False)
+    """Learning rate."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the mean of gradients."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the mean of their squares."""
     eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
+    """Added to the root of the mean of squares."""
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Share of a weight, times `lr`, that each step takes off."""
     max_grad_norm: float | None = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """The gradient's largest norm; a longer one is scaled down. None: no limit."""
 
 
 BATCH_TENSORS: dict[str, str] = {

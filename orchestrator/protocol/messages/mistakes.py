@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from orchestrator.errors import ConfigError
@@ -31,6 +31,8 @@ class UserInput(Message):
 
     Messages from the wire are validated without it.
     """
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
     if not TYPE_CHECKING:
 

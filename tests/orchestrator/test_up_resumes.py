@@ -193,8 +193,7 @@ def test_a_new_version_is_progress_and_an_orchestrator_that_is_away_is_none(run,
 
 def test_status_names_a_replica_that_was_given_up(tmp_path, capsys):
     up._State(tmp_path).write("up", "serving", given_up={"inference-1": "ended with code 3"})
-    found = up.status(tmp_path)
-    run_cli._print_status(found)
+    run_cli.status(tmp_path)
     said = capsys.readouterr().out
     assert "inference-1 ended with code 3" in said and "starts again every 10 minutes" in said
 

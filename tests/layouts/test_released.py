@@ -25,7 +25,7 @@ from tests.trainer_node.conftest import models, torchrun
 
 __all__ = ["models", "torchrun"]
 SAYS = "was written by splice 9.0 in layout 99"
-FOLDERS = sorted(path for path in Path(__file__).parent.iterdir() if path.name.isdigit())
+FOLDERS = sorted(Path(__file__).parent.glob("[0-9]*"), key=lambda path: int(path.name))
 
 
 @pytest.fixture(params=FOLDERS, ids=lambda path: f"layout_{path.name}")

@@ -92,7 +92,7 @@ test-orchestrator:
 	$(TRAINER)/bin/python -m pytest tests/test_imports.py tests/test_readme.py tests/test_docs.py tests/test_installation.py tests/test_kept_exceptions.py tests/test_numerics.py tests/orchestrator tests/splice tests/chaos tests/weight_transfer tests/benchmarks $(PYTEST_ARGS)
 
 test-runs:
-	$(TRAINER)/bin/python -m pytest tests/e2e tests/train tests/rl tests/tinker $(PYTEST_ARGS)
+	$(TRAINER)/bin/python -m pytest tests/e2e tests/train tests/rl tests/tinker tests/layouts $(PYTEST_ARGS)
 
 test-inference:
 	$(INFERENCE)/bin/python -m pytest tests/inference_node tests/weight_transfer/test_digest.py $(PYTEST_ARGS)

@@ -47,6 +47,7 @@ from orchestrator.publication.publisher import Publisher
 from orchestrator.publication.state import after_restart
 from orchestrator.resync import RESYNC_POLL_S, Resyncer
 from orchestrator.run import Run
+from orchestrator.storage import layout
 from orchestrator.storage.files import replace_file
 from orchestrator.storage.journal import Journal
 from orchestrator.storage.run_folder import RunFolder
@@ -81,6 +82,7 @@ class Orchestrator:
             self._journal = Journal(
                 self._folder.journal, run_token=config.run_token, name=config.name
             )
+            layout.claim(config.run_dir)
             self._journal.drop_stray_batches()
         except BaseException:
             self._folder.close()

@@ -265,18 +265,26 @@ def doctor(
 ) -> None:
     """Check this host's GPUs and one environment's package versions for a role.
 
-    Exit code 1 if a version does not fit or a package is missing.
+    Exit code 1 if a version does not fit or a package is missing. The last lines compare the
+    versions with those that ran together.
     """
     console = _console()
     gpus = doctoring.list_gpus()
     on_gpus = device == "cuda" or (device is None and bool(gpus))
     findings = doctoring.diagnose(python=python, roles=role or (), on_gpus=on_gpus)
+    compared = doctoring.compare(findings, on_gpus=on_gpus)
     fits = all(f.ok for f in findings) and (device != "cuda" or bool(gpus))
     if as_json:
-        rows = {"packages": list(map(asdict, findings)), "gpus": list(map(asdict, gpus))}
+        rows = {
+            "packages": list(map(asdict, findings)),
+            "gpus": list(map(asdict, gpus)),
+            "ran_together": compared,
+        }
         typer.echo(json.dumps({"ok": fits, **rows}, indent=1))
     else:
         _print_findings(console, findings, gpus)
+        for line in compared:
+            console.print(line, highlight=False, soft_wrap=True)
         console.print(
             f"This is {python}. --python names another environment's.",
             highlight=False,

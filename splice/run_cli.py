@@ -19,6 +19,7 @@ from rich.live import Live
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.processes.logs import log_to_stderr
 from orchestrator.processes.python import python_command, python_environment
+from orchestrator.storage import layout
 from splice import report
 from splice import watch as watching
 from splice.client.run_file import (
@@ -550,9 +551,10 @@ def _run_dir(path: Path) -> Path:
 
 def _loop_dir(path: Path) -> Path:
     """Return the folder of the loop that the user means: a run's, or a separate one."""
-    if (path / decisions.LOG).is_file():
-        return path
-    return _run_dir(path) / decisions.LOOP_DIR
+    is_loop = (path / decisions.LOG).is_file()
+    folder = path if is_loop else _run_dir(path) / decisions.LOOP_DIR
+    layout.check(folder)
+    return folder
 
 
 def _say(text: str) -> None:

@@ -37,7 +37,7 @@ _LARGER_BODIES = {
     "Status": _MIB,
     "SwapWeights": 2 * _MIB,
 }
-_VERSION_FRAME = b"splice/%d" % PROTOCOL_VERSION
+VERSION_FRAME = b"splice/%d" % PROTOCOL_VERSION
 _HEAD_FRAMES = 3
 
 
@@ -71,7 +71,7 @@ def encode(message: AnyMessage, buffers: Frames = ()) -> list[bytes | memoryview
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"{message.kind} cannot be sent: {error}") from error
     _check_sizes(message.kind, [len(body), *(memoryview(b).nbytes for b in buffers)])
-    return [_VERSION_FRAME, message.kind.encode(), body, *buffers]
+    return [VERSION_FRAME, message.kind.encode(), body, *buffers]
 
 
 def decode(frames: Sequence[bytes]) -> Envelope:
@@ -169,10 +169,10 @@ def _lengths(kind: str, packed: bytes) -> list[int]:
 def _check_version(version: bytes) -> None:
     if not version.startswith(b"splice/"):
         raise ProtocolError(f"the first frame is {bytes(version[:32])!r}, not a protocol version")
-    if version != _VERSION_FRAME:
+    if version != VERSION_FRAME:
         theirs = bytes(version[:32]).decode(errors="replace")
         raise OtherProtocolVersion(
-            f"peer speaks {theirs!r}, this side {_VERSION_FRAME.decode()!r}; install the same "
+            f"peer speaks {theirs!r}, this side {VERSION_FRAME.decode()!r}; install the same "
             "splice on both"
         )
 

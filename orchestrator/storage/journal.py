@@ -21,8 +21,10 @@ from typing import Any
 import msgpack
 
 from orchestrator.errors import ConfigError, JournalError
+from orchestrator.protocol.frames import VERSION_FRAME
 from orchestrator.protocol.messages import PROTOCOL_VERSION
 from orchestrator.storage.files import sync_folder
+from orchestrator.storage.layout import FILE
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS run (token TEXT NOT NULL, name TEXT NOT NULL, started REAL NOT NULL);
@@ -35,9 +37,9 @@ CREATE TABLE IF NOT EXISTS publications (
 CREATE TABLE IF NOT EXISTS digests (version INTEGER PRIMARY KEY, digest TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS facts (key TEXT PRIMARY KEY, value BLOB NOT NULL);
 """
-_SCHEMA_VERSION = PROTOCOL_VERSION
-"""In the file's header. It counts up with the wire format, because jobs are stored as wire frames.
-"""
+_OLDEST_PROTOCOL = 17
+"""The protocol is in the header, because jobs are stored as wire frames. Journals of older ones had
+other tables; since then `orchestrator.storage.layout` counts those."""
 LARGE_BYTES = 2**20
 """Smallest batch that becomes a file."""
 HEAD = 3
@@ -63,7 +65,7 @@ class Journal:
     """Opens or creates the journal of one run.
 
     Raises:
-        ConfigError: the file belongs to another run, name or version of splice.
+        ConfigError: the file belongs to another run or name, or see `check_protocol`.
         JournalError: from every method: the file cannot be read or written.
     """
 
@@ -76,6 +78,7 @@ class Journal:
 
     def _open(self, *, run_token: str, name: str) -> None:
         path = self._path
+        check_protocol(path)
         # The file holds the run's token. SQLite gives its other files the same mode.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         path.chmod(0o600)
@@ -87,7 +90,7 @@ class Journal:
         self._db.executescript(_SCHEMA)
         row = self._db.execute("SELECT token, name FROM run").fetchone()
         if row is None:
-            self._db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+            self._db.execute(f"PRAGMA user_version = {PROTOCOL_VERSION}")
             self._db.execute("INSERT INTO run VALUES (?, ?, ?)", (run_token, name, time.time()))
         elif row[0] != run_token:
             self._db.close()
@@ -95,18 +98,27 @@ class Journal:
                 f"{path} was written with another SPLICE_RUN_TOKEN; set that one and pass "
                 "--resume, or choose a new run folder"
             )
-        elif self._db.execute("PRAGMA user_version").fetchone()[0] != _SCHEMA_VERSION:
-            self._db.close()
-            raise ConfigError(
-                f"{path} was written by another version of splice; end the run with that one, or "
-                "choose a new run folder"
-            )
         elif row[1] != name:
             self._db.close()
             raise ConfigError(
                 f"{path}: the run is named {row[1]!r}, not {name!r}; its replicas serve that name"
             )
+        elif self._db.execute("PRAGMA user_version").fetchone()[0] != PROTOCOL_VERSION:
+            self._take_over()
         self._facts = self._read_facts()
+
+    def _take_over(self) -> None:
+        """Give outcomes this version's frame: the layout says that they can be read."""
+        with self.together():
+            for (job_id,) in self._db.execute("SELECT job_id FROM jobs").fetchall():
+                row = self.job(job_id)
+                assert row is not None
+                assert row.outcome is not None, "an open job; see check_protocol"
+                self._db.execute(
+                    "UPDATE jobs SET outcome = ? WHERE job_id = ?",
+                    (msgpack.packb([VERSION_FRAME, *row.outcome[1:]]), job_id),
+                )
+            self._db.execute(f"PRAGMA user_version = {PROTOCOL_VERSION}")
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -358,14 +370,44 @@ class Journal:
 
 def kept_token(path: Path) -> str:
     """Return the token of the run whose journal this is; empty: there is none."""
+    row = _peek(path, "SELECT token FROM run")
+    return "" if row is None else str(row[0])
+
+
+def check_protocol(path: Path) -> None:
+    """Refuse a journal with open jobs of another version of the protocol. Changes nothing.
+
+    Raises:
+        ConfigError: it has some, or it is older than layouts.
+    """
+    row = _peek(
+        path,
+        "SELECT user_version, (SELECT COUNT(*) FROM jobs WHERE outcome IS NULL) "
+        "FROM pragma_user_version",
+    )
+    theirs, num_open = (0, 0) if row is None else row
+    if 0 < theirs < _OLDEST_PROTOCOL:
+        raise ConfigError(
+            f"{path} was written by an older version of splice; end the run with that one, or "
+            "choose a new run folder"
+        )
+    if num_open and theirs != PROTOCOL_VERSION:
+        raise ConfigError(
+            f"{path} has {num_open} open jobs of protocol version {theirs}; this splice speaks "
+            f"{PROTOCOL_VERSION}. Resume the run with the splice that {FILE} names until all jobs "
+            "have ended, stop it, then resume it with this one"
+        )
+
+
+def _peek(path: Path, sql: str) -> Any:
+    """Return the first row; None: there is none, or no journal."""
     if not path.exists():
-        return ""
+        return None
     with contextlib.closing(sqlite3.connect(path)) as db:
         try:
-            row = db.execute("SELECT token FROM run").fetchone()
+            return db.execute(sql).fetchone()
         except sqlite3.Error:  # no journal yet; its orchestrator says what is wrong with it
-            return ""
-    return "" if row is None else str(row[0])
+            return None
 
 
 def _is_large(buffers: Sequence[bytes | memoryview]) -> bool:

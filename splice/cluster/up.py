@@ -37,8 +37,9 @@ from orchestrator.processes.logs import log_to_stderr
 from orchestrator.processes.python import python_command, python_environment
 from orchestrator.protocol.config import without_weights
 from orchestrator.protocol.messages import InitialSync, Resync
+from orchestrator.storage import layout
 from orchestrator.storage.files import replace_file
-from orchestrator.storage.journal import kept_token
+from orchestrator.storage.journal import check_protocol, kept_token
 from orchestrator.storage.run_folder import RunFolder
 from splice.client.clients import SpliceClient, run_watched
 from splice.client.run_file import RUN_JSON, TOKEN, RunFile, load, stop_command
@@ -197,12 +198,16 @@ def _start(run: RunFile, lock: int, *, publish: bool) -> int:
 
 
 def refuse_used(run: RunFile, *, resume: bool) -> None:
-    """Refuse a folder that holds an earlier run.
+    """Refuse a folder that holds an earlier run, or one that this version cannot continue.
 
     Raises:
-        ConfigError: it does, and `resume` is False.
+        ConfigError: it does, and `resume` is False; or its layout or open jobs are of another
+            version of splice.
     """
-    if (run.run_dir / "journal.sqlite").exists() and not resume:
+    layout.check(run.run_dir)
+    journal = run.run_dir / "journal.sqlite"
+    check_protocol(journal)
+    if journal.exists() and not resume:
         raise ConfigError(
             f"{run.run_dir} holds an earlier run; continue it with `splice up --resume`, or "
             "choose another run_dir"
@@ -296,7 +301,9 @@ def status(run_dir: Path) -> dict[str, Any]:
 
     Raises:
         NodeLost: the orchestrator does not answer although it should run.
+        ConfigError: the folder has another layout.
     """
+    layout.check(run_dir)
     state = read_state(run_dir)
     answer: dict[str, Any] = {"run_dir": str(run_dir), "up": is_alive(state)}
     if state:

@@ -42,6 +42,7 @@ import msgpack
 from orchestrator.errors import ConfigError
 from orchestrator.processes import locks
 from orchestrator.protocol.messages import TensorSpec
+from orchestrator.storage import layout
 from orchestrator.storage.files import replace_file, sync_folder
 from splice.client.batches import Batch
 
@@ -121,10 +122,11 @@ class DecisionLog(_Locked):
     """Appends decisions. A line that a crash cut off is removed first.
 
     Raises:
-        ConfigError: another loop writes into this file.
+        ConfigError: another loop writes into this file, or its folder has another layout.
     """
 
     def __init__(self, path: Path) -> None:
+        layout.check(path.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
         super().__init__(
             path,
@@ -133,6 +135,7 @@ class DecisionLog(_Locked):
                 "of its own"
             ),
         )
+        layout.claim(path.parent)
         cut_torn_line(path)
         self._path = path
         if (number := len(segments(path))) > _number(path):  # a crash came between copy and cut
@@ -225,7 +228,12 @@ def _last_line(file: IO[bytes], end: int) -> tuple[bytes, int]:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Every decision in the log and its segments. A torn last line is left out."""
+    """Every decision in the log and its segments. A torn last line is left out.
+
+    Raises:
+        ConfigError: the folder has another layout.
+    """
+    layout.check(path.parent)
     older = segments(path)
     # Before a crash came between copy and cut, the newest segment has all that is in the file.
     for part in older if len(older) > _number(path) else [*older, path]:

@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchestrator.errors import ConfigError
+from orchestrator.storage import layout
 from splice.tinker import endpoints
 from splice.tinker.config import TinkerConfig
 from splice.tinker.refused import SLOW, TOO_LARGE, UNAUTHORIZED, Refused
@@ -176,8 +177,9 @@ def serve(
         settings: further ones of `TinkerConfig`.
 
     Raises:
-        ConfigError: a setting will not do, or the run is not up.
+        ConfigError: a setting will not do, the run is not up, or its folder has another layout.
     """
+    layout.check(run_dir)
     read_trainer(run_dir)  # before a file is written: `splice up` takes an empty folder
     key, is_own = api_key(run_dir)
     check_address(host, has_own_key=is_own)

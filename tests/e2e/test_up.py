@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from orchestrator.errors import ConfigError, NodeLost
 from orchestrator.processes.python import python_command
-from splice import SpliceClient, TrainMerged, batch_specs
+from splice import LossSpec, OptimParams, SpliceClient, TrainMerged, batch_specs
 from splice.cluster import up
 from tests.e2e.batches import PROMPT, as_batch
 from tests.e2e.commands import processes_of, splice
@@ -97,6 +97,34 @@ def test_a_resume_on_other_base_weights_is_refused(models, tmp_path):
             assert _ready(client).version == 0
     finally:
         splice("stop", folder)
+
+
+def test_a_run_continues_on_another_number_of_ranks(models, tmp_path):
+    """As a user does who gets other GPUs: stop, edit run.toml, `--resume`."""
+    folder, run_dir = tmp_path / "mine", tmp_path / "mine" / "run"
+    options = ["--model", models["qwen3"], "--name", "tiny", "--gpus", ""]
+    splice("init", folder, *options, "--inference-python", INFERENCE_PYTHON)
+    file, sizes = folder / "run.toml", "parallel = { tensor = 1, world_size = 1 }"
+    specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + 2)
+    text, losses = file.read_text(), []
+    job = TrainMerged(
+        tensors=specs, loss=LossSpec(name="cross_entropy"), optim=OptimParams(lr=0.01)
+    )
+    assert sizes in text
+    for step, (tensor, ranks) in enumerate([(2, 2), (1, 1), (1, 2)]):
+        now = f"parallel = {{ tensor = {tensor}, world_size = {ranks} }}"
+        file.write_text(text.replace(sizes, now))
+        splice("up", folder, *["--resume"] * bool(step))
+        try:
+            with SpliceClient.of_run(run_dir) as client:
+                assert _ready(client).version == step
+                result = client.run(job, buffers=as_batch([3, 4]), timeout_s=120)
+        finally:
+            splice("stop", folder)
+        assert result.alias == f"tiny@{step + 1}"
+        losses.append(result.metrics["loss"])
+    assert losses == sorted(losses, reverse=True) and losses[2] < losses[0], losses
+    assert processes_of(folder) == []
 
 
 def test_every_role_comes_back_and_clients_find_the_run_again(models, tmp_path):

@@ -213,7 +213,7 @@ def test_another_served_name_is_refused_at_the_first_word(run):
 OTHER_SPLICE = """
 import sys
 from orchestrator.protocol import frames
-frames._VERSION_FRAME = b"splice/999"
+frames.VERSION_FRAME = b"splice/999"
 from orchestrator.protocol.messages import Hello
 from orchestrator.protocol.node_link import NodeLink
 hello = Hello(role="client", node_id="other", incarnation="i", run_token=sys.argv[2])

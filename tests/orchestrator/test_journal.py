@@ -10,6 +10,8 @@ import sqlite3
 import pytest
 
 from orchestrator.errors import ConfigError, JournalError
+from orchestrator.protocol.frames import decode, encode
+from orchestrator.protocol.messages import PROTOCOL_VERSION, Completed
 from orchestrator.storage.journal import HEAD, LARGE_BYTES, Journal
 
 TOKEN = "t" * 32
@@ -47,10 +49,28 @@ def said(journal, job_id):
     return row.outcome, journal.fact("trainer"), journal.fact(f"job:{job_id}")
 
 
-def test_tables_of_another_version_are_refused(path):
-    opened(path).close()
-    sqlite3.connect(path).execute("PRAGMA user_version = 1").connection.close()
-    with pytest.raises(ConfigError, match="another version of splice"):
+def set_protocol(path, version):
+    sqlite3.connect(path).execute(f"PRAGMA user_version = {version}").connection.close()
+
+
+def test_a_journal_of_another_protocol_is_read_once_its_jobs_have_ended(path):
+    journal = opened(path)
+    add(journal, "a")
+    moment(journal, "a", 1)
+    add(journal, "b")
+    journal.close()
+    set_protocol(path, PROTOCOL_VERSION + 1)
+    with pytest.raises(ConfigError, match="1 open jobs of protocol version 18"):
+        opened(path)
+    set_protocol(path, PROTOCOL_VERSION)
+    journal = opened(path)
+    answer = encode(Completed(request_id="b", result={"version": 1}))
+    journal.end_job("b", state="completed", frames=[b"splice/18", *answer[1:]])
+    journal.close()
+    set_protocol(path, PROTOCOL_VERSION + 1)
+    assert decode(opened(path).job("b").outcome).message.result == {"version": 1}
+    set_protocol(path, 16)
+    with pytest.raises(ConfigError, match="older version of splice"):
         opened(path)
 
 

@@ -97,7 +97,7 @@ def test_a_later_steps_samples_remove_none_of_a_step_that_is_not_trained(tmp_pat
 def test_a_status_that_cannot_be_written_ends_nothing(tmp_path, caplog):
     (tmp_path / f"{decisions.STATUS}.part").mkdir()
     assert len(loop_steps(tmp_path, steps=2)) == 2
-    assert f"cannot write {tmp_path / decisions.STATUS}.part" in caplog.text
+    assert f"cannot write {tmp_path / decisions.STATUS}" in caplog.text
 
 
 def test_a_full_disk_costs_samples_and_is_said(tmp_path, caplog):

@@ -107,3 +107,25 @@ def test_gpus_are_listed_and_what_they_need_is_missed(one_gpu):
     assert done.returncode == 1 and not found["ok"]
     assert [gpu["memory_mib"] for gpu in found["gpus"]] == [143771]
     assert {row["package"]: row["ok"] for row in found["packages"]}["cupy-cuda13x"] is False
+
+
+@pytest.mark.parametrize("run", doctor.RAN_TOGETHER, ids=lambda run: run.result)
+def test_what_ran_together_is_in_the_results(run):
+    result = json.loads((REPO / "benchmarks" / "results" / run.result).read_text())
+    versions = run.trainer | {f"inference:{name}": v for name, v in run.inference.items()}
+    assert result["device"] == run.device
+    assert {name: result["packages"][name] for name in versions} == versions
+
+
+def test_the_page_has_what_ran_together():
+    page = (REPO / "docs" / "installation.md").read_text()
+    assert doctor.ran_table() in page, "copy it: print(splice.cluster.doctor.ran_table())"
+
+
+def test_versions_are_compared_with_the_nearest_that_ran():
+    here = dict(doctor.RAN_TOGETHER[0].inference)
+    (said,) = doctor.compare(doctor.examine("inference", here, on_gpus=True), on_gpus=True)
+    assert said.startswith("inference: these versions ran on 2 x NVIDIA H200, 2026-11-28: python")
+    here["vllm"] = "0.29.0"
+    (said,) = doctor.compare(doctor.examine("inference", here, on_gpus=True), on_gpus=True)
+    assert said.startswith("inference: vllm 0.26.0 (here 0.29.0) ran on 2 x NVIDIA H200")

@@ -41,6 +41,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from orchestrator.errors.other_version import splice_version
 from trainer_node.adapters import peft_io
 from trainer_node.files import generations, hashing
 from trainer_node.files.behind import OnDisk
@@ -370,6 +371,7 @@ def _meta(trainer: Trainer, version: int) -> dict[str, Any]:
     model, steps = trainer.model, trainer.num_steps
     return {
         **identity(model),
+        "splice": splice_version(),
         "version": version,
         "save": objects.broadcast(uuid.uuid4().hex, group=model.control_group),
         "parallel": model.config.parallel.model_dump(mode="json"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from orchestrator.errors.other_version import refusal
 from trainer_node.files import generations
 from trainer_node.files.behind import OnDisk
 from trainer_node.files.generations import CheckpointError
@@ -49,6 +51,21 @@ def identity(model: Model) -> dict[str, Any]:
         "architecture": list(model.hf_config.architectures or ()),
         "sizes": {name: getattr(model.hf_config, name, None) for name in _SIZES},
     }
+
+
+def check_format(folder: Path) -> None:
+    """Refuse a checkpoint in another format. Changes nothing, and leaves other faults to `load`.
+
+    Raises:
+        CheckpointError: names both versions and formats.
+    """
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+    except (OSError, ValueError):
+        return
+    found, writer = meta.get("format"), meta.get("splice", "0.1.0")
+    if found != _FORMAT:
+        raise CheckpointError(refusal(folder, layout=found, ours=_FORMAT, writer=writer))
 
 
 def lora_identity(model: Model) -> dict[str, Any] | None:

@@ -31,6 +31,7 @@ from trainer_node.state.contents import (
     WEIGHTS,
     agree_on,
     base_of_adapters,
+    check_format,
     identity,
     lora_identity,
     on_disk,
@@ -98,6 +99,7 @@ def lost_moments(trainer: Trainer, folder: Path) -> Lost | None:
 def _repair(trainer: Trainer, folder: Path) -> None:
     with agree_on(trainer.model.control_group, f"repairing {folder}"):
         if dist.get_rank() == 0:
+            check_format(folder)
             generations.recover(folder)
             if generations.is_whole(folder) and (folder / REMAKE).exists():
                 generations.recover(folder / STATE)

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from orchestrator.errors import ConfigError
 from orchestrator.storage import layout
+from splice import SpliceClient
 from splice.cli import app
-from splice.client import SpliceClient
 from splice.rl import Loop, checker, decisions
 from splice.tinker.books import Books
 from tests.layouts.make import FUTURE, JOB_ID, MODEL

@@ -26,7 +26,6 @@ TRAINER = {
 ONE_GPU = """
 from types import SimpleNamespace
 class NVMLError(Exception): pass
-class NVMLError_NotSupported(NVMLError): pass
 def nvmlInit(): pass
 def nvmlSystemGetDriverVersion(): return "580.65.06"
 def nvmlDeviceGetCount(): return 1
@@ -107,3 +106,12 @@ def test_gpus_are_listed_and_what_they_need_is_missed(one_gpu):
     assert done.returncode == 1 and not found["ok"]
     assert [gpu["memory_mib"] for gpu in found["gpus"]] == [143771]
     assert {row["package"]: row["ok"] for row in found["packages"]}["cupy-cuda13x"] is False
+
+
+def test_a_gpu_that_is_lost_hides_no_other(one_gpu):
+    """NVML counts it, and has an error for every question about it."""
+    lost = "def nvmlDeviceGetHandleByIndex(i):\n    if i: raise NVMLError('GPU is lost')\n"
+    lost += "def nvmlDeviceGetCount(): return 2\n"
+    (one_gpu / "pynvml.py").write_text(ONE_GPU + lost)
+    said = run_doctor("--role", "trainer", path=one_gpu).stdout
+    assert "GPU 0: NVIDIA H200, 143771 MiB" in said and "GPU 1: does not answer" in said

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgpack
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from orchestrator.protocol.frames import decode
@@ -96,7 +96,14 @@ def render(found: dict[str, Any]) -> RenderableType:
         lines.append(f"replicas lack it: {found['trouble']}")
     if found.get("training"):
         lines.append(_training(found["training"]))
-    nodes = Table("node", "state", "host", "GPUs", "memory in use", "URL")
+    nodes = Table(
+        Column("node", no_wrap=True),  # names and URLs are copied: the others are narrowed first
+        "state",
+        Column("host", overflow="fold"),
+        "GPUs",
+        "memory in use",
+        Column("URL", no_wrap=True),
+    )
     for node in found["nodes"]:
         memory = "\n".join(map(_memory, node["memory"]))
         gpus, url = ", ".join(node["gpus"]), str(node["detail"].get("base_url", ""))

@@ -190,6 +190,11 @@ class NodeLink:
                 )
         return True
 
+    @property
+    def has_mail(self) -> bool:
+        """Whether `recv` has something to return at once."""
+        return not self._inbox.empty()
+
     def recv(self, *, timeout_s: float) -> Envelope | None:
         """Return the next request, `Shutdown` or `EndedDuring`, or None after `timeout_s`.
 

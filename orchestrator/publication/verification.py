@@ -19,7 +19,7 @@ CANARY_TOKENS = 12
 CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.5}
 """Largest median difference of the log-probs in nats, by the manifest's coarsest dtype.
 
-fp32: ten times the smoke proof's 1e-4, for other kernels. bf16: only rounding gives 0.013 on a
+fp32: ten times the smoke proof's 1e-4, for other kernels. bf16: rounding gives 0.013 on a
 tiny mixture, and more with more layers and routers. A wrong model differs by about a nat or more.
 """
 

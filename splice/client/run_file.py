@@ -33,6 +33,7 @@ from orchestrator.protocol.config import (
 from orchestrator.protocol.messages.mistakes import config_error
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.storage import layout
+from orchestrator.storage.files import replace_file
 
 FILE_NAME, RUN_JSON = "run.toml", "run.json"
 """What a user writes, and what `splice up` and `Cluster` write into the run's folder."""
@@ -252,10 +253,14 @@ def _share_publishing(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def node_file(run: RunFile, node_id: str, text: str) -> Path:
-    """Write a node's configuration where its processes read it; returns the path."""
+    """Write a node's configuration where its processes read it; returns the path.
+
+    A restart writes nothing, so that it succeeds on a full disk.
+    """
     run.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = run.run_dir / f"{node_id}.json"
-    path.write_text(text)
+    if not path.exists() or path.read_text() != text:
+        replace_file(path, text)
     return path
 
 

@@ -311,11 +311,14 @@ class RunLink:
 
     def status(self, *, timeout_s: float = 10.0) -> Status:
         """The served version, the nodes and the queue."""
+        deadline_s = time.monotonic() + timeout_s
+        # At a reconnect it is asked for again; such answers are older than this call.
+        self._read_until(lambda: not self._link.has_mail, deadline_s)
         with self._changed:
             had = self._statuses_came
             self._awaits_status = True
         self._link.send(GetStatus())
-        if self._read_until(lambda: self._statuses_came > had, time.monotonic() + timeout_s):
+        if self._read_until(lambda: self._statuses_came > had, deadline_s):
             assert self._status is not None
             return self._status
         raise TimeoutError(f"no status within {timeout_s:.0f} s")

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pynvml
 from packaging.specifiers import SpecifierSet
@@ -186,21 +186,22 @@ class Gpu:
 
 
 def list_gpus() -> tuple[Gpu, ...]:
-    """Return this host's NVIDIA GPUs; none where NVML finds no driver."""
+    """Return this host's NVIDIA GPUs, also broken ones; none where NVML finds no driver."""
     try:
         pynvml.nvmlInit()
         driver = pynvml.nvmlSystemGetDriverVersion()
         count = pynvml.nvmlDeviceGetCount()
-        return tuple(_gpu(pynvml.nvmlDeviceGetHandleByIndex(i), i, driver) for i in range(count))
     except pynvml.NVMLError:
         return ()
+    return tuple(_gpu(index, driver) for index in range(count))
 
 
-def _gpu(handle: Any, index: int, driver: str) -> Gpu:
-    memory_mib = 0
-    with contextlib.suppress(pynvml.NVMLError_NotSupported):  # the host's own memory
+def _gpu(index: int, driver: str) -> Gpu:
+    name, memory_mib = "does not answer", 0
+    with contextlib.suppress(pynvml.NVMLError):  # it is lost, or its memory is the host's own
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        name = pynvml.nvmlDeviceGetName(handle)
         memory_mib = pynvml.nvmlDeviceGetMemoryInfo(handle).total // 2**20
-    name = pynvml.nvmlDeviceGetName(handle)
     return Gpu(index=index, name=name, memory_mib=memory_mib, driver=driver)
 
 

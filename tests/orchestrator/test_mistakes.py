@@ -22,6 +22,7 @@ CLASSES = {c.__name__: c for c in (OptimParams, LossSpec, KlSpec, LoopConfig, Sa
         (OptimParams, {"learning_rate": 1}, "learning_rate: unknown key; splice has it as 'lr'"),
         (OptimParams, {"warmup_steps": 9}, r"optim=lambda step: OptimParams\(lr=...\)"),
         (OptimParams, {"weight_decya": 1}, "did you mean 'weight_decay'"),
+        (OptimParams, {"betas": (0.9, 0.95)}, "has it as 'beta1' and beta2"),
         (OptimParams, {"lr": 0}, "^OptimParams: lr: should be greater than 0; got 0$"),
         (LossSpec, {"beta": 0.1}, r"KlSpec\(coefficient=...\), given as LossSpec\(kl=KlSpec"),
         (LossSpec, {"epsilon": 0.2}, "has it as 'clip_low' and clip_high"),
@@ -45,6 +46,7 @@ def test_a_wrong_value_is_named(model: type[BaseModel], values: dict, text: str)
         ("", "lr", r"run.toml: lr: .* splice has it as OptimParams\(lr=...\) in your loop"),
         ("", "batch_size", r"LoopConfig\(groups_per_step=...\) in your loop"),
         ("trainer", "lora_rank", "trainer.lora_rank: .* as trainer.lora.rank in run.toml"),
+        ("inference", "tp", "trainer.parallel.tensor .* vLLM's as inference.tensor_parallel"),
         ("inference", "max_seq_len", "as inference.max_model_len in run.toml"),
     ],
 )

@@ -20,7 +20,7 @@ from orchestrator.control import control_socket
 from orchestrator.errors import JobFailed, LinkLost
 from orchestrator.protocol import node_link
 from orchestrator.protocol.frames import to_wire
-from orchestrator.protocol.messages import Hello, InitialSync, OptimStep, Ready
+from orchestrator.protocol.messages import GetStatus, Hello, InitialSync, OptimStep, Ready
 from orchestrator.protocol.node_link import NodeLink
 from splice.client.clients import SpliceClient
 from tests.chaos.links import Links
@@ -108,6 +108,16 @@ def test_a_job_or_its_outcome_is_sent_again(run, lost):
         run.line.cut = lost.encode()
         assert client.optim_step(timeout_s=15).metrics == {"loss": 1.0}
     assert run.line.cut is None and trainer.log.count("OptimStep") == 1
+
+
+def test_a_status_is_not_an_answer_that_came_before_it_was_asked_for(run):
+    """A client that reconnects asks again, and gets several answers."""
+    with SpliceClient(endpoint=run.endpoint, run_token=TOKEN) as client:
+        for _ in range(3):
+            client._link.send(GetStatus())
+        assert soon(lambda: client._link._inbox.qsize() == 3)
+        run.trainer()
+        assert [n.role for n in client.status().nodes if n.state == "ready"] == ["trainer"]
 
 
 def test_a_client_follows_its_run_to_a_new_endpoint(run, tmp_path, monkeypatch):

@@ -26,7 +26,6 @@ TRAINER = {
 ONE_GPU = """
 from types import SimpleNamespace
 class NVMLError(Exception): pass
-class NVMLError_NotSupported(NVMLError): pass
 def nvmlInit(): pass
 def nvmlSystemGetDriverVersion(): return "580.65.06"
 def nvmlDeviceGetCount(): return 1
@@ -129,3 +128,12 @@ def test_versions_are_compared_with_the_nearest_that_ran():
     here["vllm"] = "0.29.0"
     (said,) = doctor.compare(doctor.examine("inference", here, on_gpus=True), on_gpus=True)
     assert said.startswith("inference: vllm 0.26.0 (here 0.29.0) ran on 2 x NVIDIA H200")
+
+
+def test_a_gpu_that_is_lost_hides_no_other(one_gpu):
+    """NVML counts it, and has an error for every question about it."""
+    lost = "def nvmlDeviceGetHandleByIndex(i):\n    if i: raise NVMLError('GPU is lost')\n"
+    lost += "def nvmlDeviceGetCount(): return 2\n"
+    (one_gpu / "pynvml.py").write_text(ONE_GPU + lost)
+    said = run_doctor("--role", "trainer", path=one_gpu).stdout
+    assert "GPU 0: NVIDIA H200, 143771 MiB" in said and "GPU 1: does not answer" in said

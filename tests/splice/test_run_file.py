@@ -400,6 +400,19 @@ def with_a_stub(folder):
     return written(folder, SMALL + f"python = '{stub}'\n"), stub, out
 
 
+def test_a_node_starts_again_on_a_full_disk(tmp_path):
+    """Its configuration is there. The limit on a file's size stands for the disk."""
+    code = (
+        "import resource, sys; from pathlib import Path; from splice.run_file import load, "
+        "node_file\n"
+        "run = load(Path(sys.argv[1]))\n"
+        "first = node_file(run, 'inference-0', 'text')\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "assert node_file(run, 'inference-0', 'text').read_text() == 'text'\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(written(tmp_path))], check=True, timeout=60)
+
+
 def test_every_role_reads_the_same_file(tmp_path):
     """The orchestrator makes the token. Nodes find it, and the endpoint, in the run's folder."""
     path, stub, out = with_a_stub(tmp_path)

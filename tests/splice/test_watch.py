@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import io
 import json
 import logging
 import re
@@ -12,11 +13,13 @@ import time
 from typing import ClassVar
 
 import pytest
+from rich.console import Console
 
 from orchestrator.protocol import memory
 from orchestrator.protocol.messages import Hello, InitialSync
 from orchestrator.protocol.node_link import NodeLink
 from splice.rl import decisions
+from splice.watch import render
 from tests.orchestrator.fake_nodes import soon
 from tests.orchestrator.run import BUFFERS, JOB, TOKEN
 from tests.orchestrator.serving import REPO
@@ -135,3 +138,16 @@ def test_the_loop_says_who_waits(run):
     done = subprocess.run(argv, cwd=REPO, capture_output=True, text=True, timeout=60, check=True)
     assert "s ago: trainer waits 40%" in done.stdout
     log.close()
+
+
+def test_names_and_urls_of_nodes_are_whole_on_a_narrow_terminal():
+    memory_use = {"device": "2", "used_bytes": 70 * GIB, "total_bytes": 80 * GIB}
+    node = {"node_id": "inference-0", "state": "ready", "host": "gpu-host-0001", "gpus": ["2", "3"]}
+    url = "http://192.168.100.101:41001"
+    node |= {"memory": [memory_use], "detail": {"base_url": url}}
+    found = {"run_dir": "/run", "endpoint": "tcp://127.0.0.1:40001", "alias": "tiny@2"}
+    found |= {"publication": "idle", "queued_jobs": 0, "apart": "", "trouble": "", "nodes": [node]}
+    console = Console(width=80, file=io.StringIO())
+    console.print(render(found), soft_wrap=True)
+    said = console.file.getvalue()
+    assert "inference-0" in said and url in said

@@ -99,8 +99,9 @@ def import_losses(modules: Sequence[str]) -> None:
     """Import the modules that register losses of the user's own.
 
     Raises:
-        ConfigError: one cannot be imported; names it.
+        ConfigError: one cannot be imported, or takes the name of another loss; names it.
     """
+    importlib.import_module("trainer_node.training.losses")  # first: their names are taken
     for module in modules:
         try:
             importlib.import_module(module)

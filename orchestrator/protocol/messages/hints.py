@@ -63,6 +63,7 @@ _PLACES: dict[str, str] = {
     "orchestrator.keep_versions": "save_steps save_total_limit save_freq save_interval",
 }
 _NOTES: dict[str, str] = {
+    "OptimParams.beta1": " and beta2",
     "OptimParams.lr": "; a loop also takes a function: optim=lambda step: OptimParams(lr=...)",
     "KlSpec.coefficient": ", given as LossSpec(kl=KlSpec(...))",
     "LossSpec.clip_low": " and clip_high",
@@ -70,6 +71,8 @@ _NOTES: dict[str, str] = {
     "SamplingConfig.max_tokens": ", given as LoopConfig(sampling=SamplingConfig(...))",
     "SamplingConfig.temperature": ", given as LoopConfig(sampling=SamplingConfig(...))",
     "SamplingConfig.extra": "; docs/sampling.md says which are exact",
+    "trainer.parallel.tensor": ", and vLLM's as inference.tensor_parallel",
+    "inference.tensor_parallel": ", and the trainer's as trainer.parallel.tensor",
 }
 _SCHEDULE = "warmup_steps warmup_ratio lr_warmup_steps lr_scheduler_type lr_schedule min_lr"
 PLACES = {name: place for place, names in _PLACES.items() for name in names.split()}
@@ -88,7 +91,7 @@ def hint(word: str, *, model: str) -> str:
     if not place:
         return ""
     if not holder[:1].isupper():
-        return f"; splice has it as {place} in run.toml."
+        return f"; splice has it as {place} in run.toml{_NOTES.get(place, '')}."
     name = f"{field!r}" if holder == model else f"{holder}({field}=...)"
     where = "" if f"{model}." in " ".join(_PLACES) else " in your loop"
     return f"; splice has it as {name}{where}{_NOTES.get(place, '')}."

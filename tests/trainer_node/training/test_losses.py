@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ import torch
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import LOSS_PARAMETERS, KlSpec, LossSpec
+from tests.trainer_node.conftest import child_env
 from trainer_node.training import registry
 from trainer_node.training.head import linear_statistics
 from trainer_node.training.losses import (
@@ -395,6 +397,23 @@ class TestRegistry:
         with pytest.raises(ConfigError, match=r"squared_for_a_test needs \['offset'\]"):
             bind_loss(LossSpec(name="squared_for_a_test"))
         del sys.modules["my_losses_for_a_test"], registry._LOSSES["squared_for_a_test"]
+
+    def test_a_users_module_takes_no_built_in_name(self, tmp_path: Path) -> None:
+        """As in a starting trainer, where nothing has loaded the built-in losses yet."""
+        (tmp_path / "my_grpo_for_a_test.py").write_text(
+            "from splice.losses import register_loss\n"
+            "register_loss('grpo')(lambda log_probs_N: None)\n"
+        )
+        code = (
+            "from trainer_node.training import registry; "
+            "registry.import_losses(['my_grpo_for_a_test'])"
+        )
+        env = child_env()
+        env["PYTHONPATH"] += f":{tmp_path}"
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
+        )
+        assert "'grpo' is taken by trainer_node.training.losses.grpo" in done.stderr
 
     def test_names_are_not_taken_twice_and_shapes_are_checked(self) -> None:
         with pytest.raises(

@@ -403,7 +403,7 @@ def with_a_stub(folder):
 def test_a_node_starts_again_on_a_full_disk(tmp_path):
     """Its configuration is there. The limit on a file's size stands for the disk."""
     code = (
-        "import resource, sys; from pathlib import Path; from splice.run_file import load, "
+        "import resource, sys; from pathlib import Path; from splice.client.run_file import load, "
         "node_file\n"
         "run = load(Path(sys.argv[1]))\n"
         "first = node_file(run, 'inference-0', 'text')\n"

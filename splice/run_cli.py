@@ -247,10 +247,13 @@ def train(
         try:
             command.bring_up(run, timeout_s=timeout_s, say=say)
             asyncio.run(command.train(made, say))
-        except KeyboardInterrupt:
-            end = stop_command(run.run_dir)
-            _say(f"interrupted; the same command continues, `{end}` ends the run")
-            raise typer.Exit(130) from None
+        except (KeyboardInterrupt, SpliceError) as error:
+            if up.is_alive(up.read_state(run.run_dir)):
+                end = stop_command(run.run_dir)
+                _say(f"the run is up: the same command continues, `{end}` ends it")
+            if isinstance(error, KeyboardInterrupt):
+                raise typer.Exit(130) from None
+            raise
         version = command.done(made)
         if not keep_up:
             up.stop(run.run_dir)

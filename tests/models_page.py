@@ -129,7 +129,7 @@ reloads.
 | DeepSeek-V2 with YaRN's `mscale` (as published), MiniMax-M2 with `rotary_dim` (as published), Gemma 1 with `hidden_act: "gelu"` | transformers 5.12.1 computes these otherwise than Megatron, and the check goes by transformers |
 | expert groups that are not ranked by the best 2 scores (DeepSeek-V3) or the best 1 (V2, with softmax) | Megatron ranks them by `num_experts_per_tok / topk_group` scores: 8 / 4 in V3; 6 / 3 in a V2 is refused |
 | a class in `architectures` that is not the kind's causal language model | the trainer builds no other |
-| rope scaling other than YaRN and Llama 3's, or Llama 3's with other constants than 1, 4 and 8,192 (`low_freq_factor`, `high_freq_factor`, `original_max_position_embeddings`) | Megatron-Core 0.19.2 has these alone, with fixed constants |
+| rope scaling other than YaRN and Llama 3's, or Llama 3's with other constants than 1, 4 and 8,192 (`low_freq_factor`, `high_freq_factor`, `original_max_position_embeddings`) | Megatron-Core 0.19.2 has only these, with fixed constants |
 | YaRN's `attention_factor` | Megatron computes its own |
 | windows where Bridge's provider knows none, or a pattern of them without a period | Megatron would attend to the whole sequence |
 | `norm_topk_prob` off with sigmoid scores | Megatron always normalises them |

@@ -386,7 +386,7 @@ class NodeLink:
                 is_taken_in = self._welcomed.is_set() and self._rejected is None
                 memory = () if self._meter is None else self._meter.latest
                 beat = Heartbeat(node_id=self.node_id, memory=memory)
-                self._send_now(socket, beat if is_taken_in else self._hello)
+                self._send_frames(socket, encode(beat if is_taken_in else self._hello))
                 next_beat = time.monotonic() + self._heartbeat_s
 
     def _flush(self, socket: zmq.Socket[bytes]) -> None:
@@ -395,9 +395,6 @@ class NodeLink:
                 self._unsent.append(self._outbox.get_nowait())
         while self._unsent and self._send_frames(socket, self._unsent[0]):
             self._unsent.popleft()
-
-    def _send_now(self, socket: zmq.Socket[bytes], message: AnyMessage) -> None:
-        self._send_frames(socket, encode(message))
 
     @staticmethod
     def _send_frames(socket: zmq.Socket[bytes], frames: list[bytes | memoryview]) -> bool:
@@ -431,7 +428,7 @@ class NodeLink:
                     self._be_forgotten(message)
                 self._orchestrator = message.incarnation
             if self._last_word is not None:
-                self._send_now(socket, self._last_word)
+                self._send_frames(socket, encode(self._last_word))
             self._welcomed.set()
         elif isinstance(message, Rejected):
             self._rejected = message
@@ -455,8 +452,7 @@ class NodeLink:
             self._on_request(socket, envelope)
 
     def _be_forgotten(self, message: AnyMessage) -> None:
-        if "Hello" in self._urgent:
-            self._urgent["Hello"](message)
+        self._urgent.get("Hello", lambda _: None)(message)
 
     def _introduce(self, socket: zmq.Socket[bytes]) -> None:
         """Send `Hello` again.
@@ -464,7 +460,7 @@ class NodeLink:
         The orchestrator then repeats its open requests, and a client its jobs. Duplicates are
         harmless.
         """
-        self._send_now(socket, self._hello)
+        self._send_frames(socket, encode(self._hello))
         if self._hello.role == "client":
             self._inbox.put(Envelope(message=self._hello))
 

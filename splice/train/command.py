@@ -168,9 +168,9 @@ async def _evaluate(loop: Loop, made: Plan, section: EvalSection, say: Say, *, s
 def ending(made: Plan, version: int) -> str:
     """Where the model is, and what may be done with the run."""
     run = made.run
-    folder = run.run_dir / "versions" / str(version)
+    what = "adapter" if run.trainer.finetuning_type == "lora" else "weights"
     return (
         f"{made.steps} steps are made: {run.name}@{version}\n"
-        f"adapter: {folder / 'adapter' if run.trainer.finetuning_type == 'lora' else folder}\n"
+        f"{what}: {run.run_dir / 'versions' / str(version) / what}\n"
         f"report: splice report {shlex.quote(str(run.run_dir))}"
     )

@@ -525,10 +525,12 @@ def check(file: FileArgument = _HERE, overrides: Overrides = None) -> None:
     from splice.train import command
     from splice.train.sections import TrainFile
 
-    if TRAINING & read(file).keys():
+    if not TRAINING & read(file).keys():
+        up.check(load(file, overrides or ()))
+    else:
         run = load_as(TrainFile, file, overrides or ())
         command.plan(run, folder_of(file))
-    up.check(load(file, overrides or ()))
+        up.check(run)
     typer.echo("ok")
 
 

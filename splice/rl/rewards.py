@@ -4,6 +4,7 @@
 
     def accuracy(completions, answer, **kwargs): return [float(...) for ...]     # TRL's lists
     def accuracy(prompt, completion, answer, **row): return float(...)           # one sample
+    def accuracy(row, completion): return float(...)                             # a loop's own form
 
 A function gets what its signature names: prompts, completions, completion_ids and the row's other
 columns. The loop scores each answer when it arrives, so the lists have one element. A function that
@@ -24,7 +25,7 @@ from splice.rl.sampler import Row
 RewardFunction = Callable[..., Any]
 Parts = Sequence[tuple[RewardFunction, str, float]]
 """Each function with its kind and weight."""
-LISTS, SINGLE = "completions", "completion"
+LISTS, SINGLE, OWN = "completions", "completion", "row"
 
 
 def trl_reward(
@@ -78,6 +79,8 @@ def _is_async(function: RewardFunction) -> bool:
 
 def _kind(function: RewardFunction) -> str:
     names = inspect.signature(function).parameters
+    if next(iter(names), "") == OWN:
+        return OWN
     for kind in (LISTS, SINGLE):
         if kind in names:
             return kind
@@ -86,6 +89,8 @@ def _kind(function: RewardFunction) -> str:
 
 
 def _call(function: RewardFunction, kind: str, row: Row, completion: Completion) -> Any:
+    if kind == OWN:
+        return function(row, completion)
     columns = {name: value for name, value in row.items() if name not in ("prompt", "messages")}
     is_chat = "messages" in row
     prompt = row["messages"] if is_chat else row["prompt"]

@@ -107,8 +107,7 @@ def bring_up(run: TrainFile, *, timeout_s: float, say: Say) -> None:
     if up.is_alive(up.read_state(run.run_dir)):
         say(f"the run in {run.run_dir} is up; it continues")
         return
-    is_used = (run.run_dir / "journal.sqlite").exists()
-    pid = up.start(run, resume=is_used)
+    pid = up.start(run, resume=True)  # or a new run, in a folder that holds none
     up.wait_until_up(run.run_dir, pid, timeout_s=timeout_s, on_wait=say)
 
 

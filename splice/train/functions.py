@@ -5,37 +5,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from splice.client.batches import Completion
 from splice.rl.rewards import trl_reward
-from splice.rl.sampler import Row
 from splice.rl.scoring import Reward
-
-
-@dataclass(frozen=True, slots=True)
-class Weighted:
-    """A weighted sum of rewards, which processes can import (`reward_processes`)."""
-
-    parts: tuple[tuple[Reward, float], ...]
-
-    def __call__(self, row: Row, completion: Completion) -> float | Awaitable[float]:
-        """Return the sum, or a coroutine of it if a part is one."""
-        found = [(part(row, completion), weight) for part, weight in self.parts]
-        if any(inspect.isawaitable(value) for value, _ in found):
-            return _sum(found)
-        return sum((float(value) * weight for value, weight in found), 0.0)  # type: ignore[arg-type]
-
-
-async def _sum(found: list[tuple[Any, float]]) -> float:
-    total = 0.0
-    for value, weight in found:
-        total += weight * float(await value if inspect.isawaitable(value) else value)
-    return total
 
 
 def reward_of(named: str | Mapping[str, float], folder: Path) -> Reward:
@@ -47,17 +23,11 @@ def reward_of(named: str | Mapping[str, float], folder: Path) -> Reward:
     Raises:
         ConfigError: a name does not lead to a function; says why.
     """
-    if isinstance(named, str):
-        return _reward(named, folder)
-    if not named:
+    weights = {named: 1.0} if isinstance(named, str) else named
+    if not weights:
         raise ConfigError("loop.reward names no function")
-    return Weighted(tuple((_reward(name, folder), weight) for name, weight in named.items()))
-
-
-def _reward(name: str, folder: Path) -> Reward:
-    function = function_of(name, folder)
-    parameters = list(inspect.signature(function).parameters)
-    return function if parameters[:1] == ["row"] else trl_reward(function)
+    functions = [function_of(name, folder) for name in weights]
+    return trl_reward(*functions, weights=list(weights.values()))
 
 
 def function_of(name: str, folder: Path) -> Callable[..., Any]:

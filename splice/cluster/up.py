@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ from splice.cluster.preflight import (
     read_model_config,
 )
 from splice.cluster.roles import roles_of
-from splice.rl import decisions
+from splice.rl import decisions, evaluations
 
 log = logging.getLogger("splice.up")
 STATE, LOCK = "up.json", "up.lock"
@@ -320,6 +321,8 @@ def status(run_dir: Path) -> dict[str, Any]:
         }
     if (loop := decisions.status(run_dir)) is not None:
         answer["loop"] = loop
+    if (best := evaluations.best_kept(run_dir)) is not None:
+        answer["best"] = asdict(best)
     if not _has_orchestrator(run_dir, state):
         return answer
     with SpliceClient.of_run(run_dir) as client:

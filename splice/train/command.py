@@ -8,6 +8,7 @@ The same command continues after whatever ended it: the run's folder has its sta
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import math
@@ -16,20 +17,20 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import LOSS_PARAMETERS, OptimParams
 from orchestrator.protocol.messages.mistakes import check_loss_name
 from splice.client.batches import Completion
 from splice.cluster import up
-from splice.rl import Loop, LoopConfig, Step, decisions
+from splice.rl import Loop, LoopConfig, Step, decisions, evaluations
 from splice.rl.sampler import Row
 from splice.rl.scoring import Reward
 from splice.rl.turns import LARGEST_REWARD
 from splice.train.data import rows_of
+from splice.train.evaluating import Evaluating, is_overdue
 from splice.train.functions import reward_of
-from splice.train.sections import EvalSection, TrainFile
+from splice.train.sections import TrainFile
 
 log = logging.getLogger("splice.train")
 Say = Callable[[str], None]
@@ -97,9 +98,14 @@ async def _result(given: Awaitable[float]) -> float:
 
 
 def done(made: Plan) -> int | None:
-    """The version that the last step made, if an earlier start has made all of them."""
-    past = decisions.past(made.run.run_dir / decisions.LOOP_DIR / decisions.LOG)
-    return past.made.newest if past.published and past.done >= made.steps else None
+    """The version that the last step made, if all steps and the last evaluation are made."""
+    run = made.run
+    past = decisions.past(run.run_dir / decisions.LOOP_DIR / decisions.LOG)
+    if not past.published or past.done < made.steps:
+        return None
+    if run.eval is not None and is_overdue(run.run_dir, run.eval, done=past.done, steps=made.steps):
+        return None
+    return past.made.newest
 
 
 def bring_up(run: TrainFile, *, timeout_s: float, say: Say) -> None:
@@ -122,16 +128,19 @@ async def train(made: Plan, say: Say) -> None:
         loss=run.loss,
         optim=made.optim,
     )
-    async with loop:
-        if run.eval is not None and loop.done == 0:
-            await _evaluate(loop, made, run.eval, say, step=0)
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(loop)
+        evaluating = None
+        if run.eval is not None:
+            evaluating = await stack.enter_async_context(
+                Evaluating(loop, run.run_dir, run.eval, made.held_out, steps=made.steps, say=say)
+            )
         async for step in loop:
             first = first or step.number
             spent_s = time.monotonic() - began_s
             say(_line(step, made.steps, spent_s / (step.number - first + 1)))
-            is_last = step.number == made.steps
-            if run.eval is not None and (step.number % run.eval.every == 0 or is_last):
-                await _evaluate(loop, made, run.eval, say, step=step.number)
+            if evaluating is not None:
+                await evaluating.after(step.number, step.version)
 
 
 def _line(step: Step, steps: int, each_s: float) -> str:
@@ -151,25 +160,19 @@ def _minutes(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
-async def _evaluate(loop: Loop, made: Plan, section: EvalSection, say: Say, *, step: int) -> None:
-    more = {} if section.max_tokens is None else {"max_tokens": section.max_tokens}
-    scores = await loop.evaluate(
-        made.held_out, n=section.n, temperature=section.temperature, **more
-    )
-    found = {"eval_reward": fmean(fmean(group) for group in scores)}
-    if section.n > 1:
-        found[f"eval_best_of_{section.n}"] = fmean(max(group) for group in scores)
-    loop.note(**found)
-    said = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
-    say(f"evaluation after step {step}: {said}")
-
-
 def ending(made: Plan, version: int) -> str:
     """Where the model is, and what may be done with the run."""
-    run = made.run
+    run, best = made.run, evaluations.best_kept(made.run.run_dir)
     what = "adapter" if run.trainer.finetuning_type == "lora" else "weights"
-    return (
-        f"{made.steps} steps are made: {run.name}@{version}\n"
-        f"{what}: {run.run_dir / 'versions' / str(version) / what}\n"
-        f"report: splice report {shlex.quote(str(run.run_dir))}"
-    )
+
+    def place(of: int) -> str:
+        return f"{what}: {run.run_dir / 'versions' / str(of) / what}"
+
+    lines = [f"{made.steps} steps are made: {run.name}@{version}", place(version)]
+    if best is not None:
+        value = best.metrics[evaluations.REWARD]
+        lines.append(
+            f"best: {run.name}@{best.version}, {evaluations.REWARD} {value:.3f} after step "
+            f"{best.step}; {place(best.version)}"
+        )
+    return "\n".join([*lines, f"report: splice report {shlex.quote(str(run.run_dir))}"])

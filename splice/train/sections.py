@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -88,6 +88,31 @@ class EvalSection(DataSection):
     """0: greedy."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest answer, in tokens. None: `sampling.max_tokens`."""
+    pass_at: tuple[int, ...] = ()
+    """`[1, 4]`: `eval_pass_at_1` and `eval_pass_at_4`, the chance that one of so many answers
+    passes, estimated from `n` answers without bias."""
+    pass_reward: float = 1.0
+    """An answer passes with this reward or a larger one."""
+    waits: bool = False
+    """Whether the next step waits for an evaluation. false: it trains meanwhile, and answers that
+    take longer than the step have tokens of the next version; `eval_later` is their share."""
+    keep_best: bool = False
+    """Whether the version with the largest `eval_reward` stays on disk, with its trainer's state,
+    whatever `orchestrator.keep_versions` says."""
+
+    @model_validator(mode="after")
+    def _enough_answers(self) -> Self:
+        if wrong := [k for k in self.pass_at if not 1 <= k <= self.n]:
+            raise ValueError(
+                f"pass_at has {wrong[0]}, and there are {self.n} answers to each row (eval.n); "
+                f"take numbers from 1 to {self.n}, or a larger n"
+            )
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(
+                f"all {self.n} answers to a row (eval.n) would be the same: they are greedy. Set "
+                "eval.temperature, such as 1.0, or leave n out"
+            )
+        return self
 
 
 class TrainFile(RunFile):

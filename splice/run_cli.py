@@ -19,6 +19,7 @@ from rich.live import Live
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.processes.logs import log_to_stderr
 from orchestrator.processes.python import python_command, python_environment
+from orchestrator.protocol.hub import is_hub_id
 from orchestrator.storage import layout
 from splice import report
 from splice import watch as watching
@@ -36,6 +37,7 @@ from splice.client.run_file import (
 )
 from splice.cluster import kubernetes, machine, ray_launcher, slurm, up
 from splice.cluster.doctor import Gpu, list_gpus
+from splice.cluster.environments import install
 from splice.rl import browse, decisions
 
 app = typer.Typer()
@@ -443,9 +445,11 @@ def inference(
     Endpoint and token come from the run's folder, or from SPLICE_ENDPOINT and SPLICE_RUN_TOKEN.
     """
     run = load(file, overrides or ())
-    node_id = f"inference-{index}"
-    config = node_file(run, node_id, run.inference_config(index).model_dump_json(indent=1))
-    python = str(run.inference.python)
+    node_id, python = f"inference-{index}", str(run.inference.python)
+    own = run.inference_config(index)
+    if is_hub_id(own.model):
+        own = own.model_copy(update={"model": machine.local_model(own.model, python=python)})
+    config = node_file(run, node_id, own.model_dump_json(indent=1))
     argv = python_command(python, "-m", "inference_node", "--endpoint", run.endpoint())
     argv += ["--node-id", node_id, "--config", str(config)]
     os.execvpe(python, argv, python_environment({**os.environ, "SPLICE_RUN_TOKEN": run.token()}))
@@ -509,7 +513,7 @@ def tinker(
             old_snapshots=old_snapshots,
         )
     except ModuleNotFoundError as error:
-        text = f'{error}; `splice tinker` needs pip install "splice[tinker]"'
+        text = f"{error}; `splice tinker` needs its extra: {install('tinker')}"
         raise ConfigError(text) from error
 
 

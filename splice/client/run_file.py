@@ -119,7 +119,7 @@ class RunFile(Settings):
     name: Annotated[str, AfterValidator(check_alias_name)]
     """The served alias; versions are served as name@N."""
     model: Path
-    """Folder with a Hugging Face checkpoint."""
+    """Folder with a Hugging Face checkpoint, or a Hub id: org/name, or org/name@revision."""
     run_dir: Path = Path("run")
     """Folder of the run: journal, endpoint, token, logs, versions."""
     device: Device = "cpu"
@@ -425,6 +425,6 @@ def _resolve(values: dict[str, Any], keys: tuple[str, ...], folder: Path) -> Non
         return
     found = folder / Path(value).expanduser()
     is_command = key == "python" and "/" not in value
-    is_hub_id = keys == ("trainer", "model") and HUB_ID.match(value) and not found.exists()
+    is_hub_id = key == "model" and HUB_ID.match(value) and not found.exists()
     if not is_command and not is_hub_id:
         values[key] = os.path.abspath(found)

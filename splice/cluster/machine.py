@@ -14,8 +14,9 @@ from typing import Any
 from orchestrator.errors import ConfigError
 from orchestrator.processes.python import python_command, python_environment
 from orchestrator.protocol.config import check_alias_name, check_model_folder
+from orchestrator.protocol.hub import is_hub_id
 from orchestrator.protocol.topology import language_part
-from splice.client.run_file import BY_DEVICE, FILE_NAME
+from splice.client.run_file import BY_DEVICE, FILE_NAME, R
 from splice.cluster.doctor import Gpu
 from splice.cluster.preflight import read_model_config
 
@@ -29,7 +30,12 @@ transport = "tcp"                # NCCL refuses two processes on one GPU
 gpu_memory_utilization = 0.4     # the trainer has the rest
 """
 _INFERENCE = Path(".venv-inference/bin/python")
-FETCH = "import sys; from pathlib import Path; from trainer_node.hf.hub import fetch; print(fetch(Path(sys.argv[1])))"  # noqa: E501
+FETCH = """
+import sys
+from pathlib import Path
+from orchestrator.protocol.hub import fetch
+print(fetch(Path(sys.argv[1]), weights=sys.argv[2] == "True"))
+"""
 TEMPLATE = """\
 # A run of splice: `splice up`, `splice status`, `splice logs`, `splice stop` read this file.
 # `splice config schema` prints every key. Relative paths are relative to this file.
@@ -214,8 +220,11 @@ def write_run_file(
     )
 
 
-def local_model(model: Path, *, python: Path) -> Path:
-    """Return the model's folder. A Hub id is downloaded with the trainer's environment.
+def local_model(model: Path, *, python: str | Path, weights: bool = True) -> Path:
+    """Return the model's folder. A Hub id is downloaded with this environment's huggingface_hub.
+
+    Args:
+        weights: False: config and tokenizer are enough.
 
     Raises:
         ConfigError: it is neither, or the download failed.
@@ -223,13 +232,40 @@ def local_model(model: Path, *, python: Path) -> Path:
     check_model_folder(model)
     if (model / "config.json").is_file():
         return model.absolute()
-    argv = python_command(python, "-c", FETCH, model)
+    argv = python_command(python, "-c", FETCH, model, str(weights))
     env = python_environment(os.environ)
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise ConfigError(f"cannot run {python} to download {model}: {error.strerror}") from error
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise ConfigError(last.partition(": ")[2] or last)
     return Path(done.stdout.strip().splitlines()[-1])
+
+
+def with_local_models(run: R, *, weights: bool = True) -> R:
+    """Return the run with a folder in place of each Hub id, downloaded with the trainer's
+    environment.
+
+    Raises:
+        ConfigError: see `local_model`.
+    """
+    python, found = run.trainer.python, dict[Path, Path]()
+
+    def local(model: Path) -> Path:
+        if is_hub_id(model):
+            if model not in found:
+                found[model] = local_model(model, python=python, weights=weights)
+            return found[model]
+        return model
+
+    sections = {
+        role: section.model_copy(update={"model": local(section.model)})
+        for role, section in (("trainer", run.trainer), ("inference", run.inference))
+    }
+    # The model at the top may be named for neither role.
+    return run.model_copy(update={**sections, "model": found.get(run.model, run.model)})
 
 
 def _toml(text: str) -> str:

@@ -24,6 +24,7 @@ from orchestrator.processes.launch import Launcher
 from orchestrator.protocol.messages import InitialSync
 from splice.client.clients import SpliceClient, run_watched
 from splice.client.run_file import RunFile, stop_command
+from splice.cluster.environments import install
 from splice.cluster.roles import CLIENT, CURVE, Role, keys_of, refuse_many_hosts, roles_of
 
 FILE, NAMESPACE = "ray.json", "splice"
@@ -242,5 +243,5 @@ def _ray() -> ModuleType:
         import ray
         import ray.util.scheduling_strategies
     except ImportError as error:
-        raise ConfigError(f'--on ray needs Ray: pip install "splice[ray]" ({error})') from None
+        raise ConfigError(f"--on ray needs Ray: {install('ray')} ({error})") from None
     return ray

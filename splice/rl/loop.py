@@ -88,6 +88,11 @@ class Loop:
         for name, value, of in (("config", config, LoopConfig), ("loss", loss, LossSpec)):
             if value is not None and not isinstance(value, of):
                 raise ConfigError(f"{name} is a {of.__name__}, not {type(value).__name__}")
+        if optim is not None and not (isinstance(optim, OptimParams) or callable(optim)):
+            raise ConfigError(
+                "optim is an OptimParams or a function of the step, not "
+                f"{type(optim).__name__}: OptimParams(lr=1e-5)"
+            )
         self.config = config or LoopConfig()
         check_scoring(reward, environment, self.config)
         self.client, self.folder = client, Path(folder)

@@ -87,6 +87,11 @@ def check_scoring(
     function, takes = (
         (environment, "(row, sample)") if reward is None else (reward, "(row, completion)")
     )
+    if isinstance(function, list | tuple):
+        raise ConfigError(
+            "a loop takes one reward; for the weighted sum of several: "
+            "reward=trl_reward(first, second, weights=[1.0, 0.5]), from splice.rl"
+        )
     if not callable(function):
         raise ConfigError("the reward or environment is no function")
     _check_signature(function, takes, has_reward=reward is not None)

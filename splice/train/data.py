@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError
+from splice.cluster.environments import install
 from splice.rl.sampler import RequestRefused, Row, check_row
 from splice.train.sections import DataSection
 
@@ -89,7 +90,7 @@ def _parquet(path: Path) -> Iterable[Any]:
         from pyarrow import parquet
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f'{path.name} needs pyarrow: install "splice[data]" in this environment'
+            f"{path.name} needs pyarrow: {install('data')} in this environment"
         ) from error
     found: list[Any] = parquet.read_table(path).to_pylist()
     return found
@@ -101,7 +102,7 @@ def _dataset(data: DataSection, path: Path) -> Iterable[Any]:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{data.path} is no file of {', '.join(FILES)}. A dataset's name or folder needs "
-            'the package datasets: install "splice[data]" in this environment'
+            f"the package datasets: {install('data')} in this environment"
         ) from error
     name = str(path) if path.exists() else data.path
     try:

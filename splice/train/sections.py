@@ -48,6 +48,14 @@ class LoopSection(LoopSettings):
     """`"my.py:accuracy"`, relative to this file, or `"package.module:function"`; or a table of
     several with their weights. A function takes (row, completion), or what TRL's rewards take."""
 
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _one_or_weighted(cls, reward: Any) -> Any:
+        if isinstance(reward, list):
+            named = ", ".join(f'"{name}" = 1.0' for name in reward)
+            raise ValueError(f"a list has no weights; write reward = {{ {named} }}")
+        return reward
+
 
 class OptimSection(OptimParams):
     """AdamW's parameters, and how the learning rate changes over the steps."""

@@ -146,6 +146,7 @@ def test_rewards_of_trl_coroutines_and_sums(folder: Path, reward: str, value: fl
         ("loop.reward=rewards.py:wright", "no such function; the module has .*right"),
         ("loop.reward=rewards.py:number", "first row and an empty answer: ValueError"),
         ("loop.reward=rewards.py:endless", "gives inf for the first row"),
+        ('loop.reward=["rewards.py:right", "rewards.py:brief"]', 'write reward = { "rewards.py:ri'),
         ("loop.learning_rate=1e-5", "loop.learning_rate.*optim"),
         ("loop.grup_size=4", "loop.grup_size.*did you mean.*group_size"),
         ("optim.schedule=cosin", "optim.schedule.*cosine"),

@@ -44,7 +44,7 @@ from orchestrator.storage.files import replace_file
 from orchestrator.storage.journal import check_protocol, kept_token
 from orchestrator.storage.run_folder import RunFolder
 from splice.client.clients import SpliceClient, run_watched
-from splice.client.run_file import RUN_JSON, TOKEN, RunFile, load, stop_command
+from splice.client.run_file import KEYS, RUN_JSON, TOKEN, RunFile, load, stop_command
 from splice.cluster import disk
 from splice.cluster.disk import DiskForecast
 from splice.cluster.doctor import list_gpus
@@ -197,6 +197,7 @@ def _start(run: RunFile, lock: int, *, publish: bool) -> int:
     # `bound` is for an orchestrator whose nodes live on; these nodes begin again.
     for name in (STATE, ROUTER, "bound"):
         (run.run_dir / name).unlink(missing_ok=True)
+    shutil.rmtree(run.run_dir / KEYS, ignore_errors=True)  # of a launcher for several hosts
     config = run.run_dir / RUN_JSON
     config.write_text(run.model_dump_json(indent=1))
     logs = run.run_dir / "logs"
@@ -449,7 +450,7 @@ def supervise(config: Path, *, publish: bool) -> int:
                 _wait(state, text, told_to_end)
 
             if publish:
-                _publish(cluster.client, wait)
+                publish_first(cluster.client, wait)
             urls = replicas = cluster.base_urls
             _wait_served(cluster.client, urls, wait)
             if run.has_router:
@@ -482,7 +483,7 @@ def supervise(config: Path, *, publish: bool) -> int:
     return 0
 
 
-def _publish(client: SpliceClient, wait: Callable[[str], None]) -> None:
+def publish_first(client: SpliceClient, wait: Callable[[str], None]) -> None:
     """Publish @0 of a new run to the replicas that are ready, or again what was served before a
     publication that failed."""
     status = client.status(timeout_s=30.0)

@@ -18,10 +18,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, NodeLost
 from orchestrator.protocol.messages import LOSS_PARAMETERS, OptimParams
 from orchestrator.protocol.messages.mistakes import check_loss_name
 from splice.client.batches import Completion
+from splice.client.clients import SpliceClient
+from splice.client.run_file import ENDPOINT_FILE
 from splice.cluster import up
 from splice.rl import Loop, LoopConfig, Step, decisions, evaluations
 from splice.rl.sampler import Row
@@ -34,6 +36,7 @@ from splice.train.sections import TrainFile
 
 log = logging.getLogger("splice.train")
 Say = Callable[[str], None]
+POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +118,32 @@ def bring_up(run: TrainFile, *, timeout_s: float, say: Say) -> None:
         return
     pid = up.start(run, resume=True)  # or a new run, in a folder that holds none
     up.wait_until_up(run.run_dir, pid, timeout_s=timeout_s, on_wait=say)
+
+
+def join(run: TrainFile, *, timeout_s: float, say: Say) -> None:
+    """Wait for the nodes of a run that others start, and publish its first version.
+
+    Raises:
+        NodeLost: they are not ready in time.
+        ConfigError: no orchestrator binds in time.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while not (run.run_dir / ENDPOINT_FILE).exists() and time.monotonic() < deadline_s:
+        say("waiting for the orchestrator")
+        time.sleep(POLL_S)
+    nodes = {"trainer", *(f"inference-{i}" for i in range(run.inference.replicas))}
+    with SpliceClient.of_run(run.run_dir) as client:
+        while missing := nodes - _ready(client):
+            text = f"waiting for {', '.join(sorted(missing))}"
+            if time.monotonic() > deadline_s:
+                raise NodeLost(f"not ready within {timeout_s:.0f} s: {text}")
+            say(text)
+            time.sleep(POLL_S)
+        up.publish_first(client, say)
+
+
+def _ready(client: SpliceClient) -> set[str]:
+    return {n.node_id for n in client.status(timeout_s=30.0).nodes if n.state == "ready"}
 
 
 async def train(made: Plan, say: Say) -> None:

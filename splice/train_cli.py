@@ -1,0 +1,135 @@
+"""The commands of `splice` that train from one file."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from orchestrator.errors import SpliceError
+from orchestrator.processes.logs import log_to_stderr
+from splice.client.run_file import folder_of, load_as, stop_command
+from splice.cluster import up
+from splice.cluster.elsewhere import Elsewhere
+from splice.run_cli import (
+    UP_TIMEOUT_S,
+    Claim,
+    CpusPerGpu,
+    DryRun,
+    FileArgument,
+    GpusPerHost,
+    InferenceImage,
+    MemoryPerGpu,
+    On,
+    Overrides,
+    RayAddress,
+    Sbatch,
+    TimeoutS,
+    TrainerImage,
+    say_submitted,
+)
+
+app = typer.Typer()
+_HERE = Path()
+
+
+@app.command()
+def train(
+    file: FileArgument = _HERE,
+    overrides: Overrides = None,
+    keep_up: Annotated[
+        bool, typer.Option("--keep-up", help="Leave the run up at the end, serving.")
+    ] = False,
+    timeout_s: TimeoutS = UP_TIMEOUT_S,
+    on: On = "host",
+    dry_run: DryRun = False,
+    gpus_per_host: GpusPerHost = 8,
+    cpus_per_gpu: CpusPerGpu = 8,
+    memory_per_gpu: MemoryPerGpu = 64,
+    sbatch: Sbatch = "",
+    ray_address: RayAddress = "auto",
+    trainer_image: TrainerImage = "",
+    inference_image: InferenceImage = "",
+    claim: Claim = "splice-run",
+    join: Annotated[
+        bool, typer.Option("--join", help="Train a run whose roles others start, and end it.")
+    ] = False,
+    data_folder: Annotated[
+        Path | None, typer.Option(help="Folder to which data and rewards are relative.")
+    ] = None,
+) -> None:
+    """Train what a run.toml says, from checks to the adapter. The same command continues.
+
+    On Slurm, Ray or Kubernetes the loop is one of the roles: it publishes @0, trains, and ends the
+    run. `splice logs loop` shows its progress.
+    """
+    from splice.train import command
+    from splice.train.sections import TrainFile
+
+    log_to_stderr()
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("splice").setLevel(logging.WARNING)  # the steps are printed
+    run = load_as(TrainFile, file, overrides or ())
+    folder = (data_folder or folder_of(file)).absolute()
+    made = command.plan(run, folder)
+    said = ""
+
+    def say(text: str) -> None:
+        nonlocal said
+        if text != said:
+            said = text
+            typer.echo(text)
+
+    say(
+        f"{len(made.rows)} rows, {made.steps} steps of {run.loop.groups_per_step} prompts with "
+        f"{run.loop.group_size} answers each"
+    )
+    if (version := command.done(made)) is None:
+        if on != "host" or dry_run:
+            elsewhere = Elsewhere(
+                on=on,
+                dry_run=dry_run,
+                gpus_per_host=gpus_per_host,
+                cpus_per_gpu=cpus_per_gpu,
+                memory_per_gpu=memory_per_gpu,
+                sbatch=sbatch,
+                ray_address=ray_address,
+                trainer_image=trainer_image,
+                inference_image=inference_image,
+                claim=claim,
+            )
+            state = elsewhere.start(
+                run,
+                resume=True,
+                publish=True,
+                timeout_s=timeout_s,
+                on_wait=say,
+                data_folder=folder,
+            )
+            if on != "ray":
+                say_submitted(state, as_json=False)
+            say(f"splice logs loop --follow --run {run.run_dir}")
+            return
+        try:
+            if join:
+                command.join(run, timeout_s=timeout_s, say=say)
+            else:
+                command.bring_up(run, timeout_s=timeout_s, say=say)
+            asyncio.run(command.train(made, say))
+        except (KeyboardInterrupt, SpliceError) as error:
+            if join:
+                up.stop(run.run_dir)
+            elif up.is_alive(up.read_state(run.run_dir)):
+                end = stop_command(run.run_dir)
+                typer.echo(f"the run is up: the same command continues, `{end}` ends it", err=True)
+            if isinstance(error, KeyboardInterrupt):
+                raise typer.Exit(130) from None
+            raise
+        version = command.done(made)
+        if not keep_up:
+            up.stop(run.run_dir)
+    assert version is not None, "the loop ends after its last step"
+    typer.echo(command.ending(made, version))

@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.errors import SpliceError
+from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.processes.logs import log_to_stderr
+from orchestrator.protocol.config import Device
 from splice.client.run_file import folder_of, load_as, stop_command
 from splice.cluster import up
 from splice.cluster.elsewhere import Elsewhere
@@ -133,3 +134,43 @@ def train(
             up.stop(run.run_dir)
     assert version is not None, "the loop ends after its last step"
     typer.echo(command.ending(made, version))
+
+
+@app.command()
+def export(
+    run: Annotated[
+        Path, typer.Argument(help="A run.toml, the folder that holds one, or the folder of a run.")
+    ],
+    hf: Annotated[
+        Path | None, typer.Option(help="New folder for the whole model, merged, as HF files.")
+    ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(help="New folder for the adapter, in PEFT's files.")
+    ] = None,
+    version: Annotated[
+        str, typer.Option(help="A number, best (by the run's evaluations) or latest.")
+    ] = "latest",
+    push: Annotated[
+        str, typer.Option(help="USER/NAME of a repository on the Hub, which gets the folder.")
+    ] = "",
+    public: Annotated[bool, typer.Option("--public", help="A new repository is public.")] = False,
+    device: Annotated[
+        Device, typer.Option(help="Where a version that is not served is merged.")
+    ] = "cpu",
+) -> None:
+    """Take a version out of a run that is up or stopped, as an adapter or a whole model."""
+    from splice.train import export as exporting
+
+    if (hf is None) == (adapter is None):
+        raise ConfigError("name one of --hf FOLDER and --adapter FOLDER")
+    of = exporting.run_of(run)
+    number = exporting.version_of(of.run_dir, version)
+    if adapter is not None:
+        exporting.adapter(of, number, adapter)
+    elif hf is not None:
+        exporting.model(of, number, hf, device=device)
+    out = adapter or hf
+    assert out is not None
+    typer.echo(f"{of.name}@{number}: {out.absolute()}")
+    if push:
+        typer.echo(exporting.push(of, out, push, private=not public))

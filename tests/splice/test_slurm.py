@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from orchestrator.errors import ConfigError
+from orchestrator.protocol.topology import check_topology
 from splice.client.run_file import find_run, load, load_as
 from splice.cluster import keys, slurm
 from splice.train.sections import TrainFile
@@ -29,6 +32,18 @@ exit 0
 """
 
 
+ROOT = Path(__file__).parents[2]
+MOE = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 48,
+    "num_experts": 128,
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+}
+"""Qwen3-30B-A3B's sizes."""
 TRAINING = """
 [data]
 path = "rows.jsonl"
@@ -164,6 +179,17 @@ def test_a_file_for_one_host_gets_an_endpoint_and_keys(path):
     (run.run_dir / "endpoint").write_text("tcp://127.0.0.1:1")
     (run.run_dir / "token").write_text("t" * 16)
     assert "curve" in find_run(run.run_dir), "clients find theirs"
+
+
+def test_the_file_for_eight_hosts_in_the_docs(tmp_path):
+    page = (ROOT / "docs/hosts.md").read_text()
+    (block,) = [b for b in re.findall(r"```toml\n(.*?)```", page, re.S) if "[data]" in b]
+    (tmp_path / "run.toml").write_text(block)
+    run = keys.spread(load_as(TrainFile, tmp_path / "run.toml"))
+    text = slurm.script(run, gpus_per_host=8, data_folder=tmp_path)
+    assert "#SBATCH --nodes=8" in text and "#SBATCH --cpus-per-task=64" in text
+    assert "--nodes=4 --ntasks=4" in text and "--relative=7" in text
+    check_topology(run.trainer_config(), MOE)
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,14 @@ LOGGED = ("all", "up", "orchestrator", "trainer", "inference", "router", "loop")
 def init(
     folder: Annotated[Path, typer.Argument(help="Where run.toml is written.")],
     model: Annotated[
-        Path, typer.Option(help="Folder with a Hugging Face checkpoint, or a Hub id.")
-    ],
+        Path | None,
+        typer.Option(
+            help="Folder with a Hugging Face checkpoint, or a Hub id. Default: the recipe's."
+        ),
+    ] = None,
+    recipe: Annotated[
+        str, typer.Option(help="Also write what to train; docs/train.md has the names.")
+    ] = "",
     gpus: Annotated[
         str | None, typer.Option(help="GPUs to use, such as 0,1. Default: all; '': the CPU.")
     ] = None,
@@ -97,6 +103,20 @@ def init(
     as_json: AsJson = False,
 ) -> None:
     """Look at this host's GPUs and the model, and write a commented run.toml."""
+    from splice.train import recipes
+
+    chosen_recipe = recipes.read(recipe) if recipe else None
+    if model is None:
+        if chosen_recipe is None:
+            raise ConfigError("name --model, or a --recipe, which has one")
+        model = Path(chosen_recipe.model)
+    of_recipe: dict[str, Any] = {}
+    if chosen_recipe is not None:
+        of_recipe = {
+            "lora_rank": chosen_recipe.lora_rank,
+            "max_model_len": chosen_recipe.max_model_len,
+            "training": chosen_recipe.head + chosen_recipe.text,
+        }
     if not inference_python.exists():
         raise ConfigError(
             f"no inference interpreter at {inference_python}; run `make envs`, or pass "
@@ -109,9 +129,12 @@ def init(
         gpus=_chosen_gpus(gpus),
         trainer_python=Path(os.path.abspath(trainer_python)),
         inference_python=Path(os.path.abspath(inference_python)),
+        **of_recipe,
     )
     try:
         load(path)
+        if chosen_recipe is not None:
+            chosen_recipe.copy_files(folder)
     except SpliceError:
         path.unlink()
         raise
@@ -119,7 +142,7 @@ def init(
         typer.echo(json.dumps({"file": os.path.abspath(path), "chosen": chosen}))
         return
     _say(f"wrote {path}: {chosen}")
-    _say(f"next: splice up {path}")
+    _say(f"next: splice {'train' if chosen_recipe else 'up'} {path}")
 
 
 def _chosen_gpus(text: str | None) -> list[Gpu]:

@@ -58,7 +58,7 @@ pause_mode = "keep"  # what a swap does to running requests: keep, keep_kv, wait
 python = {trainer_python}
 gpus = {trainer_gpus}
 finetuning_type = "lora"         # or "full"
-lora = {{ rank = 8, alpha = 16.0 }}
+lora = {{ rank = {lora_rank}, alpha = {lora_alpha} }}
 parallel = {{ tensor = {trainer_tensor}, world_size = {world_size} }}
 {trainer_shared}
 [inference]
@@ -153,8 +153,15 @@ def write_run_file(
     gpus: Sequence[Gpu],
     trainer_python: Path,
     inference_python: Path,
+    lora_rank: int = 8,
+    max_model_len: int | None = None,
+    training: str = "",
 ) -> tuple[Path, str]:
     """Write the file; returns its path and one sentence on what was chosen.
+
+    Args:
+        max_model_len: at most the model's own. None: by the device.
+        training: tables of what the run trains.
 
     Raises:
         ConfigError: the file exists, the model is unusable, or it does not fit the GPUs.
@@ -183,8 +190,8 @@ def write_run_file(
     if whole_config.get("quantization_config"):
         dtype = "bfloat16"  # vLLM computes with quantised weights only in it
     own_len = model_config.get("max_position_embeddings")
-    max_model_len = by_device["inference"]["max_model_len"]
-    if own_len is not None and not gpus:
+    max_model_len = max_model_len or by_device["inference"]["max_model_len"]
+    if own_len is not None and max_model_len != "auto":
         max_model_len = min(int(own_len), max_model_len)
     text = TEMPLATE.format(
         name=_toml(name),
@@ -203,9 +210,11 @@ def write_run_file(
         enforce_eager=json.dumps(by_device["inference"]["enforce_eager"]),
         trainer_shared=SHARED.splitlines(keepends=True)[0] if len(gpus) == 1 else "",
         inference_shared=SHARED if len(gpus) == 1 else "",
+        lora_rank=lora_rank,
+        lora_alpha=2.0 * lora_rank,
     )
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(text + training)
     if not gpus:
         return path, f"{model} on the CPU, in {dtype}: one trainer rank and one vLLM server"
     if len(gpus) == 1:

@@ -12,6 +12,7 @@ from typing import Any
 from orchestrator.errors import ConfigError
 from splice.cluster.environments import install
 from splice.rl.sampler import RequestRefused, Row, check_row
+from splice.train.functions import function_of
 from splice.train.sections import DataSection
 
 FILES = (".jsonl", ".json", ".csv", ".parquet")
@@ -28,7 +29,10 @@ def rows_of(data: DataSection, folder: Path, *, table: str) -> list[Row]:
         ConfigError: there is no such data, a row is no object, or a prompt's column is missing.
     """
     path = folder / data.path
-    found = _read(path) if path.suffix in FILES else _dataset(data, path)
+    if ".py:" in data.path:
+        found = _called(data.path, folder, table)
+    else:
+        found = _read(path) if path.suffix in FILES else _dataset(data, path)
     rows: list[Row] = []
     for number, raw in enumerate(itertools.islice(found, data.rows), 1):
         where = f"{table}.path {data.path}, row {number}"
@@ -43,6 +47,16 @@ def rows_of(data: DataSection, folder: Path, *, table: str) -> list[Row]:
     if not rows:
         raise ConfigError(f"{table}.path {data.path} has no rows")
     return rows
+
+
+def _called(name: str, folder: Path, table: str) -> Iterable[Any]:
+    function = function_of(name, folder)
+    try:
+        return list(function())
+    except Exception as error:
+        raise ConfigError(
+            f"{table}.path {name} gives no rows: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _prompted(row: dict[str, Any], data: DataSection, where: str) -> Row:

@@ -22,8 +22,9 @@ class DataSection(UserInput, Settings):
     """Rows, and how they become prompts."""
 
     path: str
-    """A .jsonl, .json, .csv or .parquet file, relative to this file; or else what `datasets` loads:
-    a dataset's name on the Hub, or a folder."""
+    """A .jsonl, .json, .csv or .parquet file, relative to this file; `"my.py:rows"`, a function
+    without arguments that returns rows; or else what `datasets` loads: a dataset's name on the Hub,
+    or a folder."""
     subset: str | None = None
     """The dataset's configuration, such as `main` of openai/gsm8k."""
     split: str = "train"

@@ -97,11 +97,11 @@ def hub(models, tmp_path, monkeypatch) -> None:
 
 
 def test_gsm8k_whole_but_for_the_download(hub, tmp_path):
-    problems, file = tmp_path / "problems.jsonl", ROOT / "examples/gsm8k/run.toml"
+    problems, file = tmp_path / "problems.jsonl", tmp_path / "mine" / "run.toml"
+    options = ["--gpus", "", "--inference-python", INFERENCE_PYTHON]
+    splice("init", file.parent, "--recipe", "gsm8k-8b", *options)
     problems.write_text('{"question": "Two and two?", "answer": "2 + 2 = 4\\\\n#### 4"}\n' * 4)
-    smaller = ["device=cpu", "dtype=float32", "trainer.gpus=[]", "inference.gpus=[]"]
-    smaller += ["inference.max_model_len=512", "inference.cpu_kv_cache_gb=0.1"]
-    smaller += [f"inference.python={INFERENCE_PYTHON}", f"run_dir={tmp_path / 'run'}"]
+    smaller = ["inference.cpu_kv_cache_gb=0.1", f"run_dir={tmp_path / 'run'}"]
     smaller += ["trainer.admission=skip", f'inference.extra_args=["--chat-template", "{CHAT}"]']
     smaller += [f"data.path={problems}", f"eval.path={problems}", "eval.rows=1"]
     smaller += ["loop.steps=2", "loop.groups_per_step=2", "loop.group_size=2"]
@@ -109,11 +109,11 @@ def test_gsm8k_whole_but_for_the_download(hub, tmp_path):
     options = [part for value in smaller for part in ("--set", value)]
     assert splice("config", "check", file, *options) == "ok\n"
     said = splice("train", file, *options)
-    assert "evaluation after step 2: eval_reward 0.000" in said and "qwen3-8b@2" in said
+    assert "evaluation after step 2: eval_reward 0.000" in said and "policy@2" in said
     assert found_in(tmp_path / "run", "loop").steps == 2
 
 
 def test_gsm8ks_numbers():
-    number = runpy.run_path(str(ROOT / "examples/gsm8k/rewards.py"))["final_number"]
+    number = runpy.run_path(str(ROOT / "splice/recipes/gsm8k.py"))["final_number"]
     assert number("so 1,200 eggs\n#### 1,200") == 1200.0 and number("#### -3.5") == -3.5
     assert number("the answer is 7") is None and number("#### 1 ... #### 2") == 2.0

@@ -105,6 +105,11 @@ def test_other_files(folder: Path, suffix: str) -> None:
     assert planned(folder, f"data.path=rows.{suffix}").rows == planned(folder).rows
 
 
+def test_rows_of_a_function(folder: Path) -> None:
+    (folder / "rewards.py").write_text(f"{REWARDS}\ndef rows(): return iter({ROWS})")
+    assert planned(folder, "data.path=rewards.py:rows").rows == planned(folder).rows
+
+
 def test_datasets_by_folder_and_split(folder: Path) -> None:
     made = datasets.DatasetDict({"test": datasets.Dataset.from_list(ROWS)})
     made["test"].save_to_disk(folder / "saved")
@@ -140,6 +145,8 @@ def test_rewards_of_trl_coroutines_and_sums(folder: Path, reward: str, value: fl
         ("data.path=absent.jsonl", "cannot read .*absent.jsonl: No such file"),
         ("data.prompt={questoin}", r"row 1 does not fit prompt.*questoin.*'answer', 'question'"),
         ("data.path=rows.toml", "is no file of .jsonl.*datasets|cannot be loaded"),
+        ("data.path=rewards.py:absent", "no such function"),
+        ("data.path=rewards.py:right", "rewards.py:right gives no rows: TypeError"),
         ("data.pth=x", "data.pth.*did you mean.*path"),
         ("loop.reward=rewards.py", 'write "file.py:function"'),
         ("loop.reward=reward.py:right", "there is no file .*reward.py"),

@@ -35,8 +35,6 @@ def export_version(config: TrainerConfig, version: Path, out: Path, *, device: s
     Raises:
         ConfigError: the version is no checkpoint of this model, or `out` cannot be written.
     """
-    from trainer_node.state.contents import ADAPTER
-
     try:
         meta: dict[str, Any] = json.loads((version / "meta.json").read_text())
     except (OSError, ValueError) as error:
@@ -45,7 +43,7 @@ def export_version(config: TrainerConfig, version: Path, out: Path, *, device: s
     more: dict[str, Any] = {**single, "memory": "resident", "adapter": None}
     more |= {"finetuning_type": meta["finetuning_type"], "loss_modules": ()}
     if meta["finetuning_type"] == "lora":
-        more |= {"lora": meta["lora"], "adapter": str(version / ADAPTER)}
+        more |= {"lora": meta["lora"], "adapter": str(version / "adapter")}
     own = with_local_model(
         TrainerConfig.model_validate(config.model_dump() | {"compile": False} | more)
     )

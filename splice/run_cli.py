@@ -502,12 +502,15 @@ def show(file: FileArgument = _HERE, overrides: Overrides = None) -> None:
 def check(file: FileArgument = _HERE, overrides: Overrides = None) -> None:
     """Check the file, and that model, interpreters, GPUs and ports on this host fit it."""
     from splice.train import command
-    from splice.train.sections import TrainFile
+    from splice.train.sections import SftFile, TrainFile
 
-    if not TRAINING & read(file).keys():
+    values = read(file)
+    if not TRAINING & values.keys():
         up.check(load(file, overrides or ()))
     else:
-        run = load_as(TrainFile, file, overrides or ())
+        loop = values.get("loop", {})
+        has_reward = "reward" in loop or any("loop.reward" in o for o in overrides or ())
+        run = load_as(TrainFile if has_reward else SftFile, file, overrides or ())
         command.plan(run, folder_of(file))
         up.check(run)
     typer.echo("ok")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.processes.logs import log_to_stderr
 from orchestrator.protocol.config import Device
-from splice.client.run_file import folder_of, load_as, stop_command
+from splice.client.run_file import R, folder_of, load_as, stop_command
 from splice.cluster import up
 from splice.cluster.elsewhere import Elsewhere
 from splice.run_cli import (
@@ -33,7 +33,11 @@ from splice.run_cli import (
     say_submitted,
 )
 
+if TYPE_CHECKING:
+    from splice.train.sections import TrainFile
+
 app = typer.Typer()
+KeepUp = Annotated[bool, typer.Option("--keep-up", help="Leave the run up at the end, serving.")]
 _HERE = Path()
 
 
@@ -41,9 +45,7 @@ _HERE = Path()
 def train(
     file: FileArgument = _HERE,
     overrides: Overrides = None,
-    keep_up: Annotated[
-        bool, typer.Option("--keep-up", help="Leave the run up at the end, serving.")
-    ] = False,
+    keep_up: KeepUp = False,
     timeout_s: TimeoutS = UP_TIMEOUT_S,
     on: On = "host",
     dry_run: DryRun = False,
@@ -67,14 +69,63 @@ def train(
     On Slurm, Ray or Kubernetes the loop is one of the roles: it publishes @0, trains, and ends the
     run. `splice logs loop` shows its progress.
     """
-    from splice.train import command
     from splice.train.sections import TrainFile
 
+    run = _loaded(TrainFile, file, overrides)
+    elsewhere = None
+    if on != "host" or dry_run:
+        elsewhere = Elsewhere(
+            on=on,
+            dry_run=dry_run,
+            gpus_per_host=gpus_per_host,
+            cpus_per_gpu=cpus_per_gpu,
+            memory_per_gpu=memory_per_gpu,
+            sbatch=sbatch,
+            ray_address=ray_address,
+            trainer_image=trainer_image,
+            inference_image=inference_image,
+            claim=claim,
+        )
+    folder = (data_folder or folder_of(file)).absolute()
+    _run(run, folder, elsewhere, keep_up=keep_up, join=join, timeout_s=timeout_s)
+
+
+@app.command()
+def sft(
+    file: FileArgument = _HERE,
+    overrides: Overrides = None,
+    keep_up: KeepUp = False,
+    timeout_s: TimeoutS = UP_TIMEOUT_S,
+) -> None:
+    """Train on given answers: rows with `prompt` and `completion`, or with whole `messages`.
+
+    The file is that of `splice train`, without a reward. The same command continues.
+    """
+    from splice.train.sections import SftFile
+
+    run = _loaded(SftFile, file, overrides)
+    _run(run, folder_of(file), None, keep_up=keep_up, join=False, timeout_s=timeout_s)
+
+
+def _loaded(model: type[R], file: Path, overrides: list[str] | None) -> R:
     log_to_stderr()
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("splice").setLevel(logging.WARNING)  # the steps are printed
-    run = load_as(TrainFile, file, overrides or ())
-    folder = (data_folder or folder_of(file)).absolute()
+    return load_as(model, file, overrides or ())
+
+
+def _run(
+    run: TrainFile,
+    folder: Path,
+    elsewhere: Elsewhere | None,
+    *,
+    keep_up: bool,
+    join: bool,
+    timeout_s: float,
+) -> None:
+    """Take all steps here, or have a cluster take them."""
+    from splice.train import command
+
     made = command.plan(run, folder)
     said = ""
 
@@ -89,19 +140,7 @@ def train(
         f"{run.loop.group_size} answers each"
     )
     if (version := command.done(made)) is None:
-        if on != "host" or dry_run:
-            elsewhere = Elsewhere(
-                on=on,
-                dry_run=dry_run,
-                gpus_per_host=gpus_per_host,
-                cpus_per_gpu=cpus_per_gpu,
-                memory_per_gpu=memory_per_gpu,
-                sbatch=sbatch,
-                ray_address=ray_address,
-                trainer_image=trainer_image,
-                inference_image=inference_image,
-                claim=claim,
-            )
+        if elsewhere is not None:
             state = elsewhere.start(
                 run,
                 resume=True,
@@ -110,7 +149,7 @@ def train(
                 on_wait=say,
                 data_folder=folder,
             )
-            if on != "ray":
+            if elsewhere.on != "ray":
                 say_submitted(state, as_json=False)
             say(f"splice logs loop --follow --run {run.run_dir}")
             return

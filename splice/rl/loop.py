@@ -47,7 +47,7 @@ from splice.rl.record import Record
 from splice.rl.reward_processes import refuse_in_process
 from splice.rl.rollouts import Group, Rollouts
 from splice.rl.sampler import Row, Sampler, check_row
-from splice.rl.scoring import Reward, Scoring, check_scoring
+from splice.rl.scoring import Reward, Scoring, check_scoring, score_all
 from splice.rl.steps import Said, Step, line_of, warn_of_changes
 from splice.rl.turns import Environment, Scored
 
@@ -377,14 +377,7 @@ class Loop:
         scoring = self._scoring
         if scoring is None:
             raise ConfigError("this loop has an environment and no reward; use `play`")
-
-        async def score(row: Row, answer: Completion) -> float:
-            return await scoring.score(row, answer, ConfigError)
-
-        return [
-            list(await asyncio.gather(*(score(row, answer) for answer in group)))
-            for row, group in zip(rows, answers, strict=True)
-        ]
+        return await score_all(scoring, rows, answers)
 
     async def play(
         self, rows: Sequence[Row], *, n: int = 1, temperature: float = 0.0, **more: Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from orchestrator.errors import ConfigError
@@ -71,6 +71,24 @@ class Scoring:
                 return await reward(row, completion)
             given = await self._threads.call(lambda: reward(row, completion))
             return await given if inspect.isawaitable(given) else given
+
+
+async def score_all(
+    scoring: Scoring, rows: Sequence[Row], answers: Sequence[Sequence[Completion]]
+) -> list[list[float]]:
+    """Return the reward of each answer to each row.
+
+    Raises:
+        ConfigError: a reward failed.
+    """
+
+    async def score(row: Row, answer: Completion) -> float:
+        return await scoring.score(row, answer, ConfigError)
+
+    return [
+        list(await asyncio.gather(*(score(row, answer) for answer in group)))
+        for row, group in zip(rows, answers, strict=True)
+    ]
 
 
 def check_scoring(

@@ -16,7 +16,9 @@ import shlex
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from orchestrator.errors import ConfigError, NodeLost
 from orchestrator.protocol.messages import LOSS_PARAMETERS, OptimParams
@@ -27,12 +29,13 @@ from splice.client.run_file import ENDPOINT_FILE
 from splice.cluster import up
 from splice.rl import Loop, LoopConfig, Step, decisions, evaluations
 from splice.rl.sampler import Row
-from splice.rl.scoring import Reward
+from splice.rl.scoring import Reward, Scoring, score_all
 from splice.rl.turns import LARGEST_REWARD
 from splice.train.data import rows_of
-from splice.train.evaluating import Evaluating, is_overdue
+from splice.train.evaluating import Evaluating, Score, is_overdue
 from splice.train.functions import reward_of
-from splice.train.sections import TrainFile
+from splice.train.sections import SftFile, TrainFile
+from splice.train.teaching import Teacher, batch_of, lesson_of
 
 log = logging.getLogger("splice.train")
 Say = Callable[[str], None]
@@ -46,7 +49,8 @@ class Plan:
     run: TrainFile
     rows: list[Row]
     held_out: list[Row]
-    reward: Reward
+    reward: Reward | None
+    """None: answers are given, and nothing is evaluated."""
     config: LoopConfig
     steps: int
     """Over all starts."""
@@ -64,10 +68,14 @@ def plan(run: TrainFile, folder: Path) -> Plan:
     """
     if not run.trainer.loss_modules:
         check_loss_name(run.loss.name, tuple(LOSS_PARAMETERS))
+    is_sft = isinstance(run, SftFile)
     rows = rows_of(run.data, folder, table="data")
+    if is_sft:
+        rows = [lesson_of(row) for row in rows]
     held_out = [] if run.eval is None else rows_of(run.eval, folder, table="eval")
-    reward = reward_of(run.loop.reward, folder)
-    _call_once(reward, rows[0])
+    reward = reward_of(run.loop.reward, folder) if run.loop.reward or not is_sft else None
+    if reward is not None:
+        _call_once(reward, held_out[0] if is_sft and held_out else rows[0])
     steps = run.loop.steps or math.ceil(len(rows) / run.loop.groups_per_step)
     own = run.loop.model_dump(exclude={"reward"}) | {"steps": steps}
     return Plan(
@@ -149,30 +157,48 @@ def _ready(client: SpliceClient) -> set[str]:
 async def train(made: Plan, say: Say) -> None:
     """Take the steps that are left, with their evaluations."""
     run, began_s, first = made.run, time.monotonic(), 0
+    how: dict[str, Any] = {"reward": made.reward}
+    if is_sft := isinstance(run, SftFile):
+        how = {"environment": Teacher(run.sampling.extra), "make_batch": batch_of}
     loop = Loop.of_run(
         run.run_dir,
         prompts=made.rows,
-        reward=made.reward,
         config=made.config,
         loss=run.loss,
         optim=made.optim,
+        **how,
     )
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(loop)
         evaluating = None
         if run.eval is not None:
+            score: Score = loop.score
+            if is_sft and made.reward is not None:
+                score = partial(score_all, Scoring(made.reward, made.config))
             evaluating = await stack.enter_async_context(
-                Evaluating(loop, run.run_dir, run.eval, made.held_out, steps=made.steps, say=say)
+                Evaluating(
+                    loop,
+                    run.run_dir,
+                    run.eval,
+                    made.held_out,
+                    score=score,
+                    steps=made.steps,
+                    say=say,
+                )
             )
         async for step in loop:
             first = first or step.number
             spent_s = time.monotonic() - began_s
-            say(_line(step, made.steps, spent_s / (step.number - first + 1)))
+            each_s = spent_s / (step.number - first + 1)
+            say(_line(step, made.steps, each_s, is_sft=is_sft))
             if evaluating is not None:
                 await evaluating.after(step.number, step.version)
 
 
-def _line(step: Step, steps: int, each_s: float) -> str:
+def _line(step: Step, steps: int, each_s: float, *, is_sft: bool) -> str:
+    name, value = "reward", step.metrics["reward_mean"]
+    if is_sft:
+        name, value = "loss", step.metrics["loss"]
     left_s = each_s * (steps - step.number)
     took = ", ".join(
         f"{name} {step.seconds[key]:.1f} s"
@@ -180,7 +206,7 @@ def _line(step: Step, steps: int, each_s: float) -> str:
         if key in step.seconds
     )
     return (
-        f"step {step.number} of {steps}: reward {step.metrics['reward_mean']:.3f}, "
+        f"step {step.number} of {steps}: {name} {value:.3f}, "
         f"{step.seconds['step']:.1f} s ({took}), {_minutes(left_s)} left"
     )
 

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,6 +24,9 @@ from splice.rl.evaluations import REWARD, Evaluation
 from splice.train.sections import EvalSection
 
 log = logging.getLogger("splice.train")
+Score = Callable[
+    [Sequence[Row], Sequence[Sequence[Completion]]], Awaitable[Sequence[Sequence[float]]]
+]
 
 
 def is_overdue(run_dir: Path, section: EvalSection, *, done: int, steps: int) -> bool:
@@ -42,6 +45,7 @@ class Evaluating:
 
     Args:
         rows: that are not trained on.
+        score: the rewards of answers to rows, as `Loop.score`.
         steps: of the run.
     """
 
@@ -52,11 +56,12 @@ class Evaluating:
         section: EvalSection,
         rows: Sequence[Row],
         *,
+        score: Score,
         steps: int,
         say: Callable[[str], None],
     ) -> None:
         self._loop, self._run_dir, self._section, self._rows = loop, run_dir, section, rows
-        self._steps, self._say = steps, say
+        self._score, self._steps, self._say = score, steps, say
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Evaluating:
@@ -95,7 +100,7 @@ class Evaluating:
         more: dict[str, Any] = {"n": section.n, "temperature": section.temperature}
         more |= {} if section.max_tokens is None else {"max_tokens": section.max_tokens}
         answers = await self._loop.sample(self._rows, **more)
-        rewards = await self._loop.score(self._rows, answers)
+        rewards = await self._score(self._rows, answers)
         found = metrics_of(section, rewards, answers, version=version)
         evaluations.add(
             self._run_dir / decisions.LOOP_DIR,

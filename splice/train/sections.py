@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -16,6 +16,7 @@ from splice.train.schedules import ScheduleName, factor
 
 LOSS = "truncated_importance_sampling"
 """Corrects for tokens of an older version, as `loop.max_staleness` = 1 has them."""
+SFT_LOSS = "cross_entropy"
 
 
 class DataSection(UserInput, Settings):
@@ -153,4 +154,39 @@ class TrainFile(RunFile):
     @field_validator("loss", mode="before")
     @classmethod
     def _named(cls, loss: Any) -> Any:
-        return {"name": LOSS, **loss} if isinstance(loss, dict) else loss
+        return (
+            {"name": cls.model_fields["loss"].default.name, **loss}
+            if isinstance(loss, dict)
+            else loss
+        )
+
+
+class SftLoopSection(LoopSection):
+    """The loop of `splice sft`: each row has its answer."""
+
+    reward: str | dict[str, float] = ""
+    """For `eval`, whose answers are sampled."""
+    group_size: Literal[1] = 1
+    """A row has one answer."""
+
+
+class SftFile(TrainFile):
+    """A run, and the answers that it trains on."""
+
+    loop: SftLoopSection = SftLoopSection()
+    """The loop."""
+    loss: LossSpec = LossSpec(name=SFT_LOSS)
+    """The loss."""
+
+    @field_validator("loss", mode="after")
+    @classmethod
+    def _of_given_answers(cls, loss: LossSpec) -> LossSpec:
+        if loss.name != SFT_LOSS:
+            raise ValueError(f"given answers have no log-probs; leave [loss] out, or {SFT_LOSS}")
+        return loss
+
+    @model_validator(mode="after")
+    def _evaluates_by_reward(self) -> Self:
+        if self.eval is not None and not self.loop.reward:
+            raise ValueError("eval needs loop.reward: its rows' answers are sampled and scored")
+        return self

@@ -42,7 +42,7 @@ async def train(
     options: dict[str, Any] = {"prompts": ROWS, "reward": reward, "config": config(steps=steps)}
     try:
         async with Loop(run, run_dir / decisions.LOOP_DIR, **options) as loop:  # type: ignore[arg-type]
-            own = {"steps": steps, "say": said.append}
+            own = {"score": loop.score, "steps": steps, "say": said.append}
             async with Evaluating(loop, run_dir, section, HELD_OUT, **own) as evaluating:
                 async for step in loop:
                     before(step.number)

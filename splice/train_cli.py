@@ -135,10 +135,7 @@ def _run(
             said = text
             typer.echo(text)
 
-    say(
-        f"{len(made.rows)} rows, {made.steps} steps of {run.loop.groups_per_step} prompts with "
-        f"{run.loop.group_size} answers each"
-    )
+    say(command.step_text(made))
     if (version := command.done(made)) is None:
         if elsewhere is not None:
             state = elsewhere.start(

@@ -139,7 +139,7 @@ class Sample:
             ValueError: the chat template writes a message otherwise than it asks for one.
         """
         if messages is None:
-            before = {"prompt": prompt}
+            before: dict[str, Any] = {"prompt": prompt}
             whole: dict[str, Any] = {"prompt": f"{prompt}{answer}"}
         else:
             before = {"messages": messages, **more, "add_generation_prompt": True}

@@ -76,8 +76,11 @@ def plan(run: TrainFile, folder: Path) -> Plan:
     reward = reward_of(run.loop.reward, folder) if run.loop.reward or not is_sft else None
     if reward is not None:
         _call_once(reward, held_out[0] if is_sft and held_out else rows[0])
-    steps = run.loop.steps or math.ceil(len(rows) / run.loop.groups_per_step)
-    own = run.loop.model_dump(exclude={"reward"}) | {"steps": steps}
+    if reward is not None and run.loop.overlong_penalty:
+        reward = _penalised(reward, run.loop.overlong_penalty)
+    _check_room(run)
+    steps = run.loop.steps or math.ceil(len(rows) * run.loop.passes / run.loop.groups_per_step)
+    own = run.loop.model_dump(exclude={"reward", "passes", "overlong_penalty"}) | {"steps": steps}
     return Plan(
         run=run,
         rows=rows,
@@ -86,6 +89,40 @@ def plan(run: TrainFile, folder: Path) -> Plan:
         config=LoopConfig(**own, sampling=run.sampling),
         steps=steps,
         optim=run.optim.of_step(steps),
+    )
+
+
+def _penalised(reward: Reward, penalty: float) -> Reward:
+    """The reward, less the penalty for an answer that was cut off."""
+
+    async def penalised(row: Row, completion: Completion) -> float:
+        given = await asyncio.to_thread(reward, row, completion)
+        value = float(await given if inspect.isawaitable(given) else given)
+        return value - penalty * (completion.finish_reason == "length")
+
+    return penalised
+
+
+def _check_room(run: TrainFile) -> None:
+    longest = run.inference.max_model_len
+    asked = max(run.sampling.max_tokens, (run.eval and run.eval.max_tokens) or 0)
+    if longest != "auto" and asked >= longest:
+        raise ConfigError(
+            f"answers of {asked} tokens (max_tokens) leave no room for a prompt: "
+            f"inference.max_model_len is {longest}; make it larger, or max_tokens smaller"
+        )
+
+
+def step_text(made: Plan) -> str:
+    """Say what a step will be."""
+    loop, sampling = made.run.loop, made.run.sampling
+    text = f"{len(made.rows)} rows, {made.steps} steps of {loop.groups_per_step}"
+    if isinstance(made.run, SftFile):
+        return f"{text} rows each"
+    answers = loop.groups_per_step * loop.group_size
+    return (
+        f"{text} prompts with {loop.group_size} answers each: at most {sampling.max_tokens} tokens "
+        f"in an answer, and {answers * sampling.max_tokens:,} in a step"
     )
 
 

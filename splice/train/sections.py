@@ -45,7 +45,11 @@ class LoopSection(LoopSettings):
     """The loop, and its reward."""
 
     steps: int | None = Field(default=None, ge=1)
-    """Steps of the run, over all starts. None: one pass over the rows."""
+    """Steps of the run, over all starts. None: `passes` over the rows."""
+    passes: int = Field(default=1, ge=1)
+    """Passes over the rows, where `steps` is not set. `epochs` are those over each batch."""
+    overlong_penalty: float = Field(default=0.0, ge=0)
+    """Taken from the reward of an answer that `sampling.max_tokens` cuts off."""
     reward: str | dict[str, float]
     """`"my.py:accuracy"`, relative to this file, or `"package.module:function"`; or a table of
     several with their weights. A function takes (row, completion), or what TRL's rewards take."""

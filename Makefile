@@ -16,8 +16,8 @@ SMOKE_ARGS ?=
 PYTEST_ARGS ?=
 LOCKS := requirements/torch-cpu.lock requirements/make_env.sh requirements/find_python.sh pyproject.toml
 
-# Models and datasets are local folders: nothing asks a hub.
-export HF_HUB_OFFLINE = 1
+# The models and datasets of tests are local folders: nothing asks a hub.
+test test-all test-slice test-trainer test-orchestrator test-runs test-inference mutants chaos chaos-short: export HF_HUB_OFFLINE = 1
 export VLLM_NO_USAGE_STATS = 1
 # The environments keep their bytecode, whatever the shell says: without it every process compiles torch, Megatron and vLLM again.
 unexport PYTHONDONTWRITEBYTECODE

@@ -6,6 +6,6 @@ RUN apt-get update && apt-get install -y --no-install-recommends build-essential
 WORKDIR /opt/splice
 COPY . .
 RUN requirements/make_env.sh python3.12 /opt/env requirements/trainer-cuda.lock 3.12 3.13
-ENV PATH=/opt/env/bin:$PATH HF_HUB_OFFLINE=1
+ENV PATH=/opt/env/bin:$PATH
 ENTRYPOINT ["python", "-P", "-m", "splice"]
 CMD ["--help"]

@@ -28,7 +28,7 @@ from orchestrator.protocol.messages import (
 )
 from orchestrator.resync import Resyncer
 from orchestrator.run import Run
-from orchestrator.storage.retention import expired
+from orchestrator.storage.retention import expired, kept
 
 log = logging.getLogger("splice.orchestrator")
 
@@ -240,6 +240,7 @@ class Versions:
         memory = self._trainer.memory
         durable = [v for v in self._on_disk if self._dir(v) == memory.durable_dir]
         served = [self._publisher.version, self._journal.committed_version()]
+        durable += kept(self._folder.path)
         keep = self._config.keep_versions or None
         return expired(self._on_disk, new=new, keep=keep, protected=[*served, *durable])
 

@@ -26,12 +26,11 @@ from orchestrator.errors import ConfigError, JournalError, SpliceError
 from orchestrator.processes.logs import log_to_stderr
 from orchestrator.processes.python import python_command, python_environment
 from orchestrator.protocol.config import Device
-from orchestrator.protocol.curve import make_keys
-from orchestrator.protocol.messages import check_node_id
 from orchestrator.server import Orchestrator
-from splice import run_cli
+from splice import run_cli, train_cli
 from splice.client.run_file import TOKEN, TrainerSection, load, node_file
 from splice.cluster import doctor as doctoring
+from splice.cluster import keys as keyring
 from splice.cluster.machine import inference_python, local_model
 from splice.cluster.up import some_token
 from splice.run_cli import AsJson, FileArgument, Overrides
@@ -61,6 +60,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(run_cli.app)
+app.add_typer(train_cli.app)
 TABLE_WIDTH = 130
 MODELS = Path("runs/models")
 TrainerPython = Annotated[Path, typer.Option(help="Interpreter of the trainer environment.")]
@@ -374,21 +374,9 @@ def keys(
     ] = ["client"],  # noqa: B006
 ) -> None:
     """Make CURVE keys for the orchestrator, each node and each client of a run off loopback."""
-    trainer = [
-        ("trainer", "trainer"),
-        *(("launcher", f"trainer-launcher-{rank}") for rank in range(trainer_hosts)),
-    ]
-    hosts = {
-        "trainer": trainer,
-        **{i: [("inference", i)] for i in inference},
-        **{c: [("client", c)] for c in client},
-    }
-    taken = ["orchestrator", *(node_id for _, node_id in trainer)]
-    for name in map(check_node_id, (*inference, *client)):
-        if name in taken:
-            raise ConfigError(f"the name {name} is taken; every node and client needs its own")
-        taken.append(name)
-    make_keys(directory, hosts=hosts)
+    hosts = keyring.make(
+        directory, trainer_hosts=trainer_hosts, inference=inference, clients=client
+    )
     typer.echo(f"Set orchestrator.curve_dir to {directory / 'orchestrator'}.")
     for host in hosts:
         typer.echo(

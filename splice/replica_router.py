@@ -9,7 +9,7 @@ A replica refuses a version that it does not serve, before it computes anything.
 one is therefore exact, even while versions move. The orchestrator's status says which replicas are
 ready, and a lost one gets no request. An answer that has begun is never asked for again.
 
-It runs where the orchestrator does, and needs aiohttp (`pip install "splice[router]"`).
+It runs where the orchestrator does, and needs aiohttp (the extra `router`).
 """
 
 from __future__ import annotations

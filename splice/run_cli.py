@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -10,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Annotated, Literal
+from typing import IO, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,6 +18,7 @@ from rich.live import Live
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.processes.logs import log_to_stderr
 from orchestrator.processes.python import python_command, python_environment
+from orchestrator.protocol.hub import is_hub_id
 from orchestrator.storage import layout
 from splice import report
 from splice import watch as watching
@@ -34,8 +34,10 @@ from splice.client.run_file import (
     read,
     stop_command,
 )
-from splice.cluster import kubernetes, machine, ray_launcher, slurm, up
+from splice.cluster import machine, up
 from splice.cluster.doctor import Gpu, list_gpus
+from splice.cluster.elsewhere import Elsewhere, Place
+from splice.cluster.environments import install
 from splice.rl import browse, decisions
 
 app = typer.Typer()
@@ -49,14 +51,30 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", help="KEY=VALUE over the file's, such as trainer.seed=7; repeat it."),
 ]
-Place = Literal["host", "slurm", "ray", "k8s"]
+On = Annotated[Place, typer.Option(help="host: this one.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Write script or manifest, submit nothing.")
+]
+GpusPerHost = Annotated[int, typer.Option(min=1, help="slurm: GPUs of one host.")]
+CpusPerGpu = Annotated[int, typer.Option(min=1, help="slurm, k8s: CPUs for each GPU of a role.")]
+MemoryPerGpu = Annotated[int, typer.Option(min=1, help="k8s: GiB for each GPU of a pod.")]
+Sbatch = Annotated[
+    str, typer.Option(help="slurm: more options of sbatch, such as '--partition=gpu'.")
+]
+RayAddress = Annotated[
+    str, typer.Option(help="ray: the cluster's address; auto: this host's cluster.")
+]
+TrainerImage = Annotated[str, typer.Option(help="k8s: image of trainer, orchestrator, loop.")]
+InferenceImage = Annotated[str, typer.Option(help="k8s: image of inference nodes.")]
+Claim = Annotated[str, typer.Option(help="k8s: PersistentVolumeClaim for the run's folder.")]
+TimeoutS = Annotated[float, typer.Option(min=1, help="Longest wait for all nodes, in seconds.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _HERE = Path()
 _INFERENCE = machine.inference_python()
 UP_TIMEOUT_S = 1800.0
 TAIL_LINES = 20
 FRAME_WIDTH = 130
-LOGGED = ("all", "up", "orchestrator", "trainer", "inference")
+LOGGED = ("all", "up", "orchestrator", "trainer", "inference", "router", "loop")
 """What `splice logs` takes for a role, even where a folder has that name."""
 
 
@@ -64,8 +82,14 @@ LOGGED = ("all", "up", "orchestrator", "trainer", "inference")
 def init(
     folder: Annotated[Path, typer.Argument(help="Where run.toml is written.")],
     model: Annotated[
-        Path, typer.Option(help="Folder with a Hugging Face checkpoint, or a Hub id.")
-    ],
+        Path | None,
+        typer.Option(
+            help="Folder with a Hugging Face checkpoint, or a Hub id. Default: the recipe's."
+        ),
+    ] = None,
+    recipe: Annotated[
+        str, typer.Option(help="Also write what to train; docs/train.md has the names.")
+    ] = "",
     gpus: Annotated[
         str | None, typer.Option(help="GPUs to use, such as 0,1. Default: all; '': the CPU.")
     ] = None,
@@ -79,6 +103,20 @@ def init(
     as_json: AsJson = False,
 ) -> None:
     """Look at this host's GPUs and the model, and write a commented run.toml."""
+    from splice.train import recipes
+
+    chosen_recipe = recipes.read(recipe) if recipe else None
+    if model is None:
+        if chosen_recipe is None:
+            raise ConfigError("name --model, or a --recipe, which has one")
+        model = Path(chosen_recipe.model)
+    of_recipe: dict[str, Any] = {}
+    if chosen_recipe is not None:
+        of_recipe = {
+            "lora_rank": chosen_recipe.lora_rank,
+            "max_model_len": chosen_recipe.max_model_len,
+            "training": chosen_recipe.head + chosen_recipe.text,
+        }
     if not inference_python.exists():
         raise ConfigError(
             f"no inference interpreter at {inference_python}; run `make envs`, or pass "
@@ -91,9 +129,12 @@ def init(
         gpus=_chosen_gpus(gpus),
         trainer_python=Path(os.path.abspath(trainer_python)),
         inference_python=Path(os.path.abspath(inference_python)),
+        **of_recipe,
     )
     try:
         load(path)
+        if chosen_recipe is not None:
+            chosen_recipe.copy_files(folder)
     except SpliceError:
         path.unlink()
         raise
@@ -101,7 +142,7 @@ def init(
         typer.echo(json.dumps({"file": os.path.abspath(path), "chosen": chosen}))
         return
     _say(f"wrote {path}: {chosen}")
-    _say(f"next: splice up {path}")
+    _say(f"next: splice {'train' if chosen_recipe else 'up'} {path}")
 
 
 def _chosen_gpus(text: str | None) -> list[Gpu]:
@@ -129,25 +170,17 @@ def bring_up(
     publish: Annotated[
         bool, typer.Option(help="Publish @0, so that the alias answers. Else submit InitialSync.")
     ] = True,
-    timeout_s: Annotated[
-        float, typer.Option(min=1, help="Longest wait for all nodes, in seconds.")
-    ] = UP_TIMEOUT_S,
-    on: Annotated[Place, typer.Option(help="host: this one.")] = "host",
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write script or manifest, submit nothing.")
-    ] = False,
-    gpus_per_host: Annotated[int, typer.Option(min=1, help="slurm: GPUs of one host.")] = 8,
-    sbatch: Annotated[
-        str, typer.Option(help="slurm: more options of sbatch, such as '--partition=gpu'.")
-    ] = "",
-    ray_address: Annotated[
-        str, typer.Option(help="ray: the cluster's address; auto: this host's cluster.")
-    ] = "auto",
-    trainer_image: Annotated[str, typer.Option(help="k8s: image of trainer, orchestrator.")] = "",
-    inference_image: Annotated[str, typer.Option(help="k8s: image of inference nodes.")] = "",
-    claim: Annotated[
-        str, typer.Option(help="k8s: PersistentVolumeClaim for the run's folder.")
-    ] = "splice-run",
+    timeout_s: TimeoutS = UP_TIMEOUT_S,
+    on: On = "host",
+    dry_run: DryRun = False,
+    gpus_per_host: GpusPerHost = 8,
+    cpus_per_gpu: CpusPerGpu = 8,
+    memory_per_gpu: MemoryPerGpu = 64,
+    sbatch: Sbatch = "",
+    ray_address: RayAddress = "auto",
+    trainer_image: TrainerImage = "",
+    inference_image: InferenceImage = "",
+    claim: Claim = "splice-run",
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Return when the run ends; for systemd.")
     ] = False,
@@ -166,23 +199,28 @@ def bring_up(
             _say(text)
 
     run = load(file, overrides or ())
+    elsewhere = Elsewhere(
+        on=on,
+        dry_run=dry_run,
+        gpus_per_host=gpus_per_host,
+        cpus_per_gpu=cpus_per_gpu,
+        memory_per_gpu=memory_per_gpu,
+        sbatch=sbatch,
+        ray_address=ray_address,
+        trainer_image=trainer_image,
+        inference_image=inference_image,
+        claim=claim,
+    )
+    if foreground and on != "host":
+        raise ConfigError("--foreground is for a run on this host; leave --on out")
     try:
-        if on == "slurm":
-            _up_on_slurm(run, resume, dry_run, gpus_per_host, sbatch, as_json)
-            return
-        if on == "k8s":
-            images = {"trainer_image": trainer_image, "inference_image": inference_image}
-            _up_on_kubernetes(run, dry_run, images, claim, as_json)
-            return
-        if dry_run:
-            raise ConfigError("--dry-run is for --on slurm and --on k8s")
-        if foreground and on != "host":
-            raise ConfigError("--foreground is for a run on this host; leave --on out")
-        if on == "ray":
-            up.refuse_used(run, resume=resume)
-            state = ray_launcher.up(
-                run, address=ray_address, publish=publish, timeout_s=timeout_s, on_wait=on_wait
+        if on != "host" or dry_run:
+            state = elsewhere.start(
+                run, resume=resume, publish=publish, timeout_s=timeout_s, on_wait=on_wait
             )
+            if on != "ray":
+                say_submitted(state, as_json=as_json)
+                return
         else:
             pid = up.start(run, resume=resume, publish=publish)
             state = up.wait_until_up(run.run_dir, pid, timeout_s=timeout_s, on_wait=on_wait)
@@ -211,78 +249,15 @@ def bring_up(
         raise typer.Exit(code)
 
 
-@app.command()
-def train(
-    file: FileArgument = _HERE,
-    overrides: Overrides = None,
-    keep_up: Annotated[
-        bool, typer.Option("--keep-up", help="Leave the run up at the end, serving.")
-    ] = False,
-    timeout_s: Annotated[
-        float, typer.Option(min=1, help="Longest wait for all nodes, in seconds.")
-    ] = UP_TIMEOUT_S,
-) -> None:
-    """Train what a run.toml says, from checks to the adapter. The same command continues."""
-    from splice.train import command
-    from splice.train.sections import TrainFile
-
-    log_to_stderr()
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    logging.getLogger("splice").setLevel(logging.WARNING)  # the steps are printed
-    run = load_as(TrainFile, file, overrides or ())
-    made = command.plan(run, folder_of(file))
-    said = ""
-
-    def say(text: str) -> None:
-        nonlocal said
-        if text != said:
-            said = text
-            typer.echo(text)
-
-    say(
-        f"{len(made.rows)} rows, {made.steps} steps of {run.loop.groups_per_step} prompts with "
-        f"{run.loop.group_size} answers each"
-    )
-    if (version := command.done(made)) is None:
-        try:
-            command.bring_up(run, timeout_s=timeout_s, say=say)
-            asyncio.run(command.train(made, say))
-        except (KeyboardInterrupt, SpliceError) as error:
-            if up.is_alive(up.read_state(run.run_dir)):
-                end = stop_command(run.run_dir)
-                _say(f"the run is up: the same command continues, `{end}` ends it")
-            if isinstance(error, KeyboardInterrupt):
-                raise typer.Exit(130) from None
-            raise
-        version = command.done(made)
-        if not keep_up:
-            up.stop(run.run_dir)
-    assert version is not None, "the loop ends after its last step"
-    typer.echo(command.ending(made, version))
-
-
-def _up_on_kubernetes(
-    run: RunFile, dry_run: bool, images: dict[str, str], claim: str, as_json: bool
-) -> None:
-    if not dry_run:
-        raise ConfigError("--on k8s writes a manifest and no more: add --dry-run")
-    text = kubernetes.manifest(run, claim=claim, **images)
-    run.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path = run.run_dir / "jobset.json"
-    path.write_text(text)
-    typer.echo(json.dumps({"manifest": str(path)}) if as_json else str(path))
-
-
-def _up_on_slurm(
-    run: RunFile, resume: bool, dry_run: bool, gpus_per_host: int, sbatch: str, as_json: bool
-) -> None:
-    up.refuse_used(run, resume=resume)
-    path = slurm.write_script(run, gpus_per_host=gpus_per_host, options=sbatch)
-    submitted = None if dry_run else slurm.submit(path)
+def say_submitted(state: dict[str, Any], *, as_json: bool) -> None:
+    """Print what Slurm or Kubernetes got."""
     if as_json:
-        typer.echo(json.dumps({"script": str(path), "submitted": submitted}))
-        return
-    typer.echo(str(path) if submitted is None else f"{submitted}: {path}")
+        typer.echo(json.dumps(state))
+    elif "manifest" in state:
+        typer.echo(state["manifest"])
+    else:
+        said, path = state["submitted"], state["script"]
+        typer.echo(path if said is None else f"{said}: {path}")
 
 
 @app.command()
@@ -325,7 +300,9 @@ def watch(
 def logs(
     role: Annotated[
         str,
-        typer.Argument(help="up, orchestrator, trainer, inference or all. Or the run, for all."),
+        typer.Argument(
+            help="up, orchestrator, trainer, inference, loop, or all; or the run, for all."
+        ),
     ] = "all",
     run: Annotated[
         Path, typer.Option(help="A run.toml, its folder, or the folder of a run.")
@@ -443,9 +420,11 @@ def inference(
     Endpoint and token come from the run's folder, or from SPLICE_ENDPOINT and SPLICE_RUN_TOKEN.
     """
     run = load(file, overrides or ())
-    node_id = f"inference-{index}"
-    config = node_file(run, node_id, run.inference_config(index).model_dump_json(indent=1))
-    python = str(run.inference.python)
+    node_id, python = f"inference-{index}", str(run.inference.python)
+    own = run.inference_config(index)
+    if is_hub_id(own.model):
+        own = own.model_copy(update={"model": machine.local_model(own.model, python=python)})
+    config = node_file(run, node_id, own.model_dump_json(indent=1))
     argv = python_command(python, "-m", "inference_node", "--endpoint", run.endpoint())
     argv += ["--node-id", node_id, "--config", str(config)]
     os.execvpe(python, argv, python_environment({**os.environ, "SPLICE_RUN_TOKEN": run.token()}))
@@ -509,7 +488,7 @@ def tinker(
             old_snapshots=old_snapshots,
         )
     except ModuleNotFoundError as error:
-        text = f'{error}; `splice tinker` needs pip install "splice[tinker]"'
+        text = f"{error}; `splice tinker` needs its extra: {install('tinker')}"
         raise ConfigError(text) from error
 
 
@@ -523,12 +502,15 @@ def show(file: FileArgument = _HERE, overrides: Overrides = None) -> None:
 def check(file: FileArgument = _HERE, overrides: Overrides = None) -> None:
     """Check the file, and that model, interpreters, GPUs and ports on this host fit it."""
     from splice.train import command
-    from splice.train.sections import TrainFile
+    from splice.train.sections import SftFile, TrainFile
 
-    if not TRAINING & read(file).keys():
+    values = read(file)
+    if not TRAINING & values.keys():
         up.check(load(file, overrides or ()))
     else:
-        run = load_as(TrainFile, file, overrides or ())
+        loop = values.get("loop", {})
+        has_reward = "reward" in loop or any("loop.reward" in o for o in overrides or ())
+        run = load_as(TrainFile if has_reward else SftFile, file, overrides or ())
         command.plan(run, folder_of(file))
         up.check(run)
     typer.echo("ok")

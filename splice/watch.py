@@ -19,6 +19,7 @@ from rich.text import Text
 from orchestrator.protocol.frames import decode
 from orchestrator.protocol.messages import Completed
 from splice.cluster import up
+from splice.rl.evaluations import REWARD
 
 PUBLICATIONS = 5
 """Number of publications in a frame."""
@@ -85,6 +86,10 @@ def render(found: dict[str, Any]) -> RenderableType:
         lines.append(f"warning: {found['warning']}")
     if "loop" in found:
         lines.append(f"loop: {found['loop']['text']}")
+    if "best" in found:
+        best = found["best"]
+        value = best["metrics"][REWARD]
+        lines.append(f"best: version {best['version']}, {REWARD} {value:.3f}; it stays on disk")
     if "endpoint" not in found:
         return Text("\n".join(lines))
     facts = [f"serves {found['alias'] or 'nothing yet'}", f"publication {found['publication']}"]

@@ -27,8 +27,8 @@ def installed() -> str:
                 raise ConfigError(f"vLLM {version} is too old; install 0.26 or newer")
             return version
     raise ConfigError(
-        f"{sys.executable} has no vLLM: install splice[inference] there, or name the interpreter "
-        "that has it (inference.python in run.toml)"
+        f"{sys.executable} has no vLLM: install it (`make envs` does), or name the "
+        "interpreter that has it (inference.python in run.toml)"
     )
 
 

@@ -311,7 +311,7 @@ class InferenceConfig(Settings):
     """One inference node: a vLLM server, and the process that keeps it alive."""
 
     model: Path
-    """HF checkpoint folder on the node's host."""
+    """HF checkpoint folder on the node's host, or a Hub id."""
     name: Annotated[str, AfterValidator(check_alias_name)]
     """The alias; versions are served as name@N."""
     device: Device = "cpu"

@@ -110,29 +110,28 @@ def server_keys(run_token: str, curve_dir: Path | None = None) -> ServerKeys:
     return ServerKeys(public=public, secret=secret, principals=principals)
 
 
-def peer_keys(run_token: str, *, role: str, node_id: str) -> PeerKeys:
-    """Return a peer's keys, from the folder in SPLICE_CURVE_DIR or else from the token.
+def peer_keys(run_token: str, *, role: str, node_id: str, folder: Path | None = None) -> PeerKeys:
+    """Return a peer's keys, from the folder in SPLICE_CURVE_DIR, or else from this one, or else
+    from the token.
 
     Raises:
         ConfigError: the folder lacks them.
     """
-    folder = os.environ.get("SPLICE_CURVE_DIR")
-    if not folder:
+    folder = Path(own) if (own := os.environ.get("SPLICE_CURVE_DIR")) else folder
+    if folder is None:
         server, peer = _derived(run_token)
         return PeerKeys(
             server_public=zmq.curve_public(server), public=zmq.curve_public(peer), secret=peer
         )
     pattern = f"{role}.*.key_secret" if role == "client" else f"{role}.{node_id}.key_secret"
-    own = sorted(Path(folder).glob(pattern))
-    if not own:
+    found = sorted(folder.glob(pattern))
+    if not found:
         raise ConfigError(
-            f"SPLICE_CURVE_DIR={folder} has no {pattern}; "
+            f"{folder} (SPLICE_CURVE_DIR) has no {pattern}; "
             "make one with `splice keys`, and copy its folder here"
         )
-    public, secret = _read(own[0], wants_secret=True)
-    return PeerKeys(
-        server_public=_read(Path(folder) / "server.key")[0], public=public, secret=secret
-    )
+    public, secret = _read(found[0], wants_secret=True)
+    return PeerKeys(server_public=_read(folder / "server.key")[0], public=public, secret=secret)
 
 
 def _read(path: Path, *, wants_secret: bool = False) -> tuple[bytes, bytes]:

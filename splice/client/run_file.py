@@ -9,6 +9,7 @@ relative to the file. `splice config schema` prints every key.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
@@ -30,6 +31,7 @@ from orchestrator.protocol.config import (
     TrainerConfig,
     check_alias_name,
 )
+from orchestrator.protocol.curve import peer_keys
 from orchestrator.protocol.messages.mistakes import config_error
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.storage import layout
@@ -38,6 +40,10 @@ from orchestrator.storage.files import replace_file
 FILE_NAME, RUN_JSON = "run.toml", "run.json"
 """What a user writes, and what `splice up` and `Cluster` write into the run's folder."""
 ENDPOINT_FILE = "endpoint"
+MOST_GPUS = 4096
+"""Largest number of GPUs that a table may count."""
+KEYS, CLIENT_KEYS = "keys", "client"
+"""Folder of a run's keys in its folder, if a launcher made them, and that of its clients within."""
 ENDPOINT, TOKEN = "SPLICE_ENDPOINT", "SPLICE_RUN_TOKEN"
 """Environment variables of nodes and clients that do not see the run's folder."""
 _SHARED = {
@@ -87,7 +93,7 @@ class TrainerSection(TrainerConfig):
     python: Path = Field(default_factory=lambda: Path(sys.executable))
     """Interpreter of the trainer environment: a path, or a command's name."""
     gpus: tuple[int, ...] = ()
-    """CUDA devices on its host, one for each rank."""
+    """CUDA devices on its host, one for each rank. A number, such as 8: the first ones."""
     max_restarts: int = Field(default=2, ge=0)
     """Restarts after crashes within an hour. Crashes before the last training request do not
     count."""
@@ -119,7 +125,7 @@ class RunFile(Settings):
     name: Annotated[str, AfterValidator(check_alias_name)]
     """The served alias; versions are served as name@N."""
     model: Path
-    """Folder with a Hugging Face checkpoint."""
+    """Folder with a Hugging Face checkpoint, or a Hub id: org/name, or org/name@revision."""
     run_dir: Path = Path("run")
     """Folder of the run: journal, endpoint, token, logs, versions."""
     device: Device = "cpu"
@@ -146,7 +152,7 @@ class RunFile(Settings):
         known = set(cls.model_fields)
         values = {k: v for k, v in values.items() if k in known or k not in TRAINING}
         values = _share_publishing(values)
-        tables = {role: values.get(role, {}) for role in _SHARED}
+        tables = _counted({role: values.get(role, {}) for role in _SHARED})
         has_gpus = any(isinstance(own, dict) and own.get("gpus") for own in tables.values())
         device = values.get("device", "cuda" if has_gpus else "cpu")
         defaults = BY_DEVICE.get(device if isinstance(device, str) else "", BY_DEVICE["cpu"])
@@ -232,6 +238,19 @@ class RunFile(Settings):
 R = TypeVar("R", bound=RunFile)
 
 
+def _counted(tables: dict[str, Any]) -> dict[str, Any]:
+    """Replace numbers of GPUs by as many GPUs from 0: first the trainer's, then those after."""
+    taken: set[int] = set()
+    for role, own in tables.items():
+        gpus = own.get("gpus") if isinstance(own, dict) else None
+        if type(gpus) is int and 0 <= gpus <= MOST_GPUS:
+            free = (gpu for gpu in itertools.count() if gpu not in taken)
+            tables = tables | {role: own | {"gpus": list(itertools.islice(free, gpus))}}
+        gpus = tables[role].get("gpus") if isinstance(own, dict) else None
+        taken |= set(filter(lambda gpu: type(gpu) is int, gpus or ()))
+    return tables
+
+
 def _share_publishing(values: dict[str, Any]) -> dict[str, Any]:
     """Give all sides of a publication one `rounding` and one `transport`, whichever table has it.
 
@@ -308,11 +327,14 @@ def find_run(run_dir: Path) -> dict[str, Any]:
         ConfigError: one of them is not there.
     """
     run_dir = run_folder(run_dir)
-    return {
+    found: dict[str, Any] = {
         "endpoint": find_endpoint(run_dir),
         "run_token": find_token(run_dir),
         "endpoint_file": run_dir / ENDPOINT_FILE,
     }
+    if (keys := run_dir / KEYS / CLIENT_KEYS).is_dir():
+        found["curve"] = peer_keys("", role="client", node_id="", folder=keys)
+    return found
 
 
 def _read(path: Path, *, variable: str) -> str:
@@ -425,6 +447,6 @@ def _resolve(values: dict[str, Any], keys: tuple[str, ...], folder: Path) -> Non
         return
     found = folder / Path(value).expanduser()
     is_command = key == "python" and "/" not in value
-    is_hub_id = keys == ("trainer", "model") and HUB_ID.match(value) and not found.exists()
+    is_hub_id = key == "model" and HUB_ID.match(value) and not found.exists()
     if not is_command and not is_hub_id:
         values[key] = os.path.abspath(found)

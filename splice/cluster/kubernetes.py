@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError
@@ -24,13 +25,26 @@ from splice.cluster.roles import (
 )
 
 FILE = "/etc/splice/run.json"
+SMALL_CPUS, SMALL_GIB = 2, 8
+"""What a pod without GPUs requests: the orchestrator holds up to 4 GiB of batches."""
 
 
-def manifest(run: RunFile, *, trainer_image: str, inference_image: str, claim: str) -> str:
+def manifest(
+    run: RunFile,
+    *,
+    trainer_image: str,
+    inference_image: str,
+    claim: str,
+    cpus_per_gpu: int = 8,
+    memory_per_gpu: int = 64,
+    data_folder: Path | None = None,
+) -> str:
     """Return a List of a ConfigMap with the run's file and a JobSet.
 
     Args:
         claim: PersistentVolumeClaim mounted at the run's folder in every pod, ReadWriteMany.
+        cpus_per_gpu, memory_per_gpu: what a pod requests for each of its GPUs; memory in GiB.
+        data_folder: of the loop, as `roles_of` takes it. The JobSet ends with the loop.
 
     Raises:
         ConfigError: the settings cannot work on several hosts, or no image is named.
@@ -38,7 +52,7 @@ def manifest(run: RunFile, *, trainer_image: str, inference_image: str, claim: s
     if not trainer_image or not inference_image:
         raise ConfigError("name both images: --trainer-image and --inference-image")
     port = check_several_hosts(run)
-    roles = roles_of(run, FILE, is_spread=True)
+    roles = roles_of(run, FILE, is_spread=True, data_folder=data_folder)
     refuse_many_hosts(roles, launcher="k8s")
     name = re.sub(r"[^a-z0-9]+", "-", run.name.lower()).strip("-")[:30] or "run"
     head = f"{name}-orchestrator-0-0.{name}"
@@ -52,6 +66,10 @@ def manifest(run: RunFile, *, trainer_image: str, inference_image: str, claim: s
             claim=claim,
             run_dir=str(run.run_dir),
             endpoint=f"tcp://{head}:{port}",
+            requests={
+                "cpu": str(cpus_per_gpu * role.gpus or SMALL_CPUS),
+                "memory": f"{memory_per_gpu * role.gpus or SMALL_GIB}Gi",
+            },
         )
         for role in roles
     ]
@@ -61,13 +79,17 @@ def manifest(run: RunFile, *, trainer_image: str, inference_image: str, claim: s
         "metadata": {"name": f"{name}-file"},
         "data": {"run.json": json.dumps(values)},
     }
+    last = "orchestrator" if data_folder is None else roles[-1].name
     jobset = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
         "metadata": {"name": name},
         "spec": {
             "network": {"enableDNSHostnames": True, "subdomain": name},
-            "successPolicy": {"operator": "All", "targetReplicatedJobs": ["orchestrator"]},
+            "successPolicy": {
+                "operator": "All",
+                "targetReplicatedJobs": [last],
+            },
             "replicatedJobs": jobs,
         },
     }
@@ -75,7 +97,14 @@ def manifest(run: RunFile, *, trainer_image: str, inference_image: str, claim: s
 
 
 def _job(
-    role: Role, *, image: str, name: str, claim: str, run_dir: str, endpoint: str
+    role: Role,
+    *,
+    image: str,
+    name: str,
+    claim: str,
+    run_dir: str,
+    endpoint: str,
+    requests: dict[str, str],
 ) -> dict[str, Any]:
     token = {"secretKeyRef": {"name": f"{name}-token", "key": "token"}}
     command = f"exec splice {shlex.join(role.command)}"
@@ -90,7 +119,8 @@ def _job(
             {"name": "SPLICE_RUN_TOKEN", "valueFrom": token},
             *({"name": key, "value": value} for key, value in variables.items()),
         ],
-        "resources": {"limits": {"nvidia.com/gpu": role.gpus}} if role.gpus else {},
+        "resources": {"requests": requests}
+        | ({"limits": {"nvidia.com/gpu": role.gpus}} if role.gpus else {}),
         "volumeMounts": [
             {"name": "run", "mountPath": run_dir},
             {"name": "file", "mountPath": "/etc/splice"},

@@ -14,8 +14,9 @@ from typing import Any
 from orchestrator.errors import ConfigError
 from orchestrator.processes.python import python_command, python_environment
 from orchestrator.protocol.config import check_alias_name, check_model_folder
+from orchestrator.protocol.hub import is_hub_id
 from orchestrator.protocol.topology import language_part
-from splice.client.run_file import BY_DEVICE, FILE_NAME
+from splice.client.run_file import BY_DEVICE, FILE_NAME, R
 from splice.cluster.doctor import Gpu
 from splice.cluster.preflight import read_model_config
 
@@ -29,7 +30,12 @@ transport = "tcp"                # NCCL refuses two processes on one GPU
 gpu_memory_utilization = 0.4     # the trainer has the rest
 """
 _INFERENCE = Path(".venv-inference/bin/python")
-FETCH = "import sys; from pathlib import Path; from trainer_node.hf.hub import fetch; print(fetch(Path(sys.argv[1])))"  # noqa: E501
+FETCH = """
+import sys
+from pathlib import Path
+from orchestrator.protocol.hub import fetch
+print(fetch(Path(sys.argv[1]), weights=sys.argv[2] == "True"))
+"""
 TEMPLATE = """\
 # A run of splice: `splice up`, `splice status`, `splice logs`, `splice stop` read this file.
 # `splice config schema` prints every key. Relative paths are relative to this file.
@@ -52,7 +58,7 @@ pause_mode = "keep"  # what a swap does to running requests: keep, keep_kv, wait
 python = {trainer_python}
 gpus = {trainer_gpus}
 finetuning_type = "lora"         # or "full"
-lora = {{ rank = 8, alpha = 16.0 }}
+lora = {{ rank = {lora_rank}, alpha = {lora_alpha} }}
 parallel = {{ tensor = {trainer_tensor}, world_size = {world_size} }}
 {trainer_shared}
 [inference]
@@ -147,8 +153,15 @@ def write_run_file(
     gpus: Sequence[Gpu],
     trainer_python: Path,
     inference_python: Path,
+    lora_rank: int = 8,
+    max_model_len: int | None = None,
+    training: str = "",
 ) -> tuple[Path, str]:
     """Write the file; returns its path and one sentence on what was chosen.
+
+    Args:
+        max_model_len: at most the model's own. None: by the device.
+        training: tables of what the run trains.
 
     Raises:
         ConfigError: the file exists, the model is unusable, or it does not fit the GPUs.
@@ -177,8 +190,8 @@ def write_run_file(
     if whole_config.get("quantization_config"):
         dtype = "bfloat16"  # vLLM computes with quantised weights only in it
     own_len = model_config.get("max_position_embeddings")
-    max_model_len = by_device["inference"]["max_model_len"]
-    if own_len is not None and not gpus:
+    max_model_len = max_model_len or by_device["inference"]["max_model_len"]
+    if own_len is not None and max_model_len != "auto":
         max_model_len = min(int(own_len), max_model_len)
     text = TEMPLATE.format(
         name=_toml(name),
@@ -197,9 +210,11 @@ def write_run_file(
         enforce_eager=json.dumps(by_device["inference"]["enforce_eager"]),
         trainer_shared=SHARED.splitlines(keepends=True)[0] if len(gpus) == 1 else "",
         inference_shared=SHARED if len(gpus) == 1 else "",
+        lora_rank=lora_rank,
+        lora_alpha=2.0 * lora_rank,
     )
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(text + training)
     if not gpus:
         return path, f"{model} on the CPU, in {dtype}: one trainer rank and one vLLM server"
     if len(gpus) == 1:
@@ -214,8 +229,11 @@ def write_run_file(
     )
 
 
-def local_model(model: Path, *, python: Path) -> Path:
-    """Return the model's folder. A Hub id is downloaded with the trainer's environment.
+def local_model(model: Path, *, python: str | Path, weights: bool = True) -> Path:
+    """Return the model's folder. A Hub id is downloaded with this environment's huggingface_hub.
+
+    Args:
+        weights: False: config and tokenizer are enough.
 
     Raises:
         ConfigError: it is neither, or the download failed.
@@ -223,13 +241,40 @@ def local_model(model: Path, *, python: Path) -> Path:
     check_model_folder(model)
     if (model / "config.json").is_file():
         return model.absolute()
-    argv = python_command(python, "-c", FETCH, model)
+    argv = python_command(python, "-c", FETCH, model, str(weights))
     env = python_environment(os.environ)
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise ConfigError(f"cannot run {python} to download {model}: {error.strerror}") from error
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise ConfigError(last.partition(": ")[2] or last)
     return Path(done.stdout.strip().splitlines()[-1])
+
+
+def with_local_models(run: R, *, weights: bool = True) -> R:
+    """Return the run with a folder in place of each Hub id, downloaded with the trainer's
+    environment.
+
+    Raises:
+        ConfigError: see `local_model`.
+    """
+    python, found = run.trainer.python, dict[Path, Path]()
+
+    def local(model: Path) -> Path:
+        if is_hub_id(model):
+            if model not in found:
+                found[model] = local_model(model, python=python, weights=weights)
+            return found[model]
+        return model
+
+    sections = {
+        role: section.model_copy(update={"model": local(section.model)})
+        for role, section in (("trainer", run.trainer), ("inference", run.inference))
+    }
+    # The model at the top may be named for neither role.
+    return run.model_copy(update={**sections, "model": found.get(run.model, run.model)})
 
 
 def _toml(text: str) -> str:

@@ -5,6 +5,7 @@ It reads config.json and tokenizer.json, and imports neither torch nor transform
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import socket
@@ -14,7 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.config import InferenceConfig, TrainerConfig, without_weights
+from orchestrator.protocol.config import (
+    ALL_LINEAR,
+    LM_HEAD,
+    InferenceConfig,
+    TrainerConfig,
+    without_weights,
+)
 from orchestrator.protocol.messages import Transport
 from orchestrator.protocol.topology import check_topology, language_part
 
@@ -106,6 +113,59 @@ def check_parallel(
                 f"inference tensor parallel size {tensor} does not fit "
                 f"the model's {kv_heads} key/value heads"
             )
+
+
+def check_adapter(adapter: Path | None) -> None:
+    """Check that initial adapters are in PEFT's files.
+
+    Raises:
+        ConfigError: names what is missing.
+    """
+    if adapter is None:
+        return
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (adapter / name).is_file():
+            raise ConfigError(
+                f"trainer.adapter: {adapter} has no {name}; give the folder of a PEFT adapter, "
+                "such as RUN_DIR/versions/N/adapter"
+            )
+
+
+def check_targets(trainer: TrainerConfig) -> None:
+    """Check that each target is in the name of a tensor, as far as the folder names them. The
+    trainer knows exactly.
+
+    Raises:
+        ConfigError: names the target, and the nearest names.
+    """
+    names = _tensor_names(trainer.model)
+    if trainer.finetuning_type != "lora" or not names:
+        return
+    leaves = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in names})
+    for target in set(trainer.lora.targets) - {ALL_LINEAR, LM_HEAD}:
+        leaf = target.rpartition(".")[2]
+        if not any(leaf in name for name in names):
+            near = difflib.get_close_matches(leaf, leaves, n=4, cutoff=0.3) or leaves
+            raise ConfigError(
+                f"trainer.lora.targets: {target!r} matches nothing in {trainer.model}; the nearest "
+                f"names are {', '.join(near)}"
+            )
+
+
+def _tensor_names(model: Path) -> list[str]:
+    """Names of an HF checkpoint's tensors, from its index or its file's head. None are known of a
+    folder without either."""
+    index, single = model / "model.safetensors.index.json", model / "model.safetensors"
+    try:
+        if index.is_file():
+            return list(json.loads(index.read_text())["weight_map"])
+        if single.is_file():
+            with single.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                return [name for name in json.loads(file.read(size)) if name != "__metadata__"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"the weights in {model} cannot be read: {error}") from error
+    return []
 
 
 def check_quantization(inference: InferenceConfig) -> None:

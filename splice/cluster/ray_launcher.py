@@ -23,8 +23,9 @@ from orchestrator.errors import ConfigError, NodeLost
 from orchestrator.processes.launch import Launcher
 from orchestrator.protocol.messages import InitialSync
 from splice.client.clients import SpliceClient, run_watched
-from splice.client.run_file import RunFile, stop_command
-from splice.cluster.roles import CLIENT, CURVE, Role, keys_of, refuse_many_hosts, roles_of
+from splice.client.run_file import CLIENT_KEYS, RunFile, stop_command
+from splice.cluster.environments import install
+from splice.cluster.roles import CURVE, Role, keys_of, refuse_many_hosts, roles_of
 
 FILE, NAMESPACE = "ray.json", "splice"
 RESTARTS = 5
@@ -94,17 +95,20 @@ def up(
     publish: bool,
     timeout_s: float,
     on_wait: Callable[[str], None],
+    data_folder: Path | None = None,
 ) -> dict[str, Any]:
     """Place all roles, wait until they are ready, publish @0; returns the URLs by what they are.
 
     Args:
         address: of the Ray cluster; "auto": this host's, or RAY_ADDRESS.
+        data_folder: of the loop, as `roles_of` takes it. It publishes @0, and ends the run.
 
     Raises:
         ConfigError: no cluster, no room on it, the run is up, or a role refuses its settings.
         NodeLost: a role was not ready in time.
     """
-    ray, placed = _ray(), roles_of(run, run.run_dir / FILE, is_spread=True)
+    ray, file = _ray(), run.run_dir / FILE
+    placed = roles_of(run, file, is_spread=True, data_folder=data_folder)
     refuse_many_hosts(placed, launcher="ray")
     (run.run_dir / "logs").mkdir(parents=True, exist_ok=True)
     run.run_dir.chmod(0o700)
@@ -206,7 +210,7 @@ def _wait_ready(
             raise NodeLost(f"not ready: {', '.join(for_what)}; read {run.run_dir / 'logs'}")
         time.sleep(POLL_S)
 
-    os.environ.setdefault(CURVE, str(keys_of(run, CLIENT)))
+    os.environ.setdefault(CURVE, str(keys_of(run, CLIENT_KEYS)))
     while not (run.run_dir / "endpoint").exists():
         wait({"orchestrator"})
     router = run.run_dir / "router"
@@ -222,7 +226,7 @@ def _wait_ready(
 
 def _missing(client: SpliceClient, roles: set[str], router: Path) -> set[str]:
     ready = {node.node_id for node in client.status().nodes if node.state == "ready"}
-    return roles - ready - {"orchestrator"} - ({"router"} if router.exists() else set())
+    return roles - ready - {"orchestrator", "loop"} - ({"router"} if router.exists() else set())
 
 
 def _remove(group: str) -> None:
@@ -242,5 +246,5 @@ def _ray() -> ModuleType:
         import ray
         import ray.util.scheduling_strategies
     except ImportError as error:
-        raise ConfigError(f'--on ray needs Ray: pip install "splice[ray]" ({error})') from None
+        raise ConfigError(f"--on ray needs Ray: {install('ray')} ({error})") from None
     return ray

@@ -20,10 +20,8 @@ from orchestrator.errors import ConfigError
 from orchestrator.processes.launch import NodeProcess
 from orchestrator.processes.python import python_command
 from orchestrator.processes.restarts import RestartBudget
-from splice.client.run_file import RunFile
+from splice.client.run_file import CLIENT_KEYS, RunFile
 
-CLIENT = "client"
-"""The folder of `splice keys` that clients and the router take."""
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
 CURVE = "SPLICE_CURVE_DIR"
 _PORT = re.compile(r":(\d+)$")
@@ -43,7 +41,7 @@ class Role:
     """
 
     name: str
-    kind: Literal["serve", "trainer", "inference", "router"]
+    kind: Literal["serve", "trainer", "inference", "router", "train"]
     command: tuple[str, ...]
     gpus: int = 0
     hosts: int = 1
@@ -79,12 +77,16 @@ class Role:
         )
 
 
-def roles_of(run: RunFile, file: Path | str, *, is_spread: bool = False) -> list[Role]:
-    """Return the roles of a run: the orchestrator, the trainer, inference nodes, and the router.
+def roles_of(
+    run: RunFile, file: Path | str, *, is_spread: bool = False, data_folder: Path | None = None
+) -> list[Role]:
+    """Return the roles of a run: the orchestrator, the trainer, inference nodes, the router, and
+    the loop.
 
     Args:
         file: what the roles read: run.toml, or JSON with the same keys.
         is_spread: roles may be on different hosts.
+        data_folder: to which the loop's data and rewards are relative. None: there is no loop.
 
     Raises:
         ConfigError: the settings cannot work on several hosts.
@@ -95,7 +97,7 @@ def roles_of(run: RunFile, file: Path | str, *, is_spread: bool = False) -> list
     def role(name: str, kind: Any, *more: str, **needs: int) -> Role:
         keys, command = None, (kind, str(file), *more)
         if is_spread and kind != "serve":
-            keys = keys_of(run, CLIENT if kind == "router" else name)
+            keys = keys_of(run, CLIENT_KEYS if kind in ("router", "train") else name)
         if is_spread and kind in ("inference", "router"):
             command += ("--set", f"{kind}.host=0.0.0.0")
         return Role(name=name, kind=kind, command=command, keys=keys, **needs)
@@ -113,6 +115,11 @@ def roles_of(run: RunFile, file: Path | str, *, is_spread: bool = False) -> list
             for i in range(copies)
         ),
         *([role("router", "router")] if run.has_router else []),
+        *(
+            [role("loop", "train", "--join", "--data-folder", str(data_folder))]
+            if data_folder is not None
+            else []
+        ),
     ]
 
 

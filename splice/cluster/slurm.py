@@ -12,6 +12,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 from orchestrator.errors import ConfigError
@@ -23,19 +24,35 @@ SCRIPT, FILE = "slurm.sh", "slurm.json"
 ENDPOINT_S = 120
 """Time for the orchestrator to bind, in seconds."""
 RENDEZVOUS_PORT = 29400
+CPUS_PER_GPU = 8
 
 
-def write_script(run: RunFile, *, gpus_per_host: int, options: str = "") -> Path:
+def write_script(
+    run: RunFile,
+    *,
+    gpus_per_host: int,
+    cpus_per_gpu: int = CPUS_PER_GPU,
+    options: str = "",
+    data_folder: Path | None = None,
+) -> Path:
     """Write the script and the file that its roles read into the run's folder.
 
     Args:
         gpus_per_host: GPUs of one host of the partition.
+        cpus_per_gpu: CPUs of a role for each of its GPUs.
         options: more options of sbatch, such as "--partition=gpu --time=4:00:00".
+        data_folder: of the loop, as `roles_of` takes it. The job ends with the loop.
 
     Raises:
         ConfigError: the settings cannot work on several hosts, or a role fits on no host.
     """
-    text = script(run, gpus_per_host=gpus_per_host, options=options)
+    text = script(
+        run,
+        gpus_per_host=gpus_per_host,
+        cpus_per_gpu=cpus_per_gpu,
+        options=options,
+        data_folder=data_folder,
+    )
     logs = run.run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     run.run_dir.chmod(0o700)
@@ -64,13 +81,23 @@ def submit(path: Path) -> str:
     return done.stdout.strip()
 
 
-def script(run: RunFile, *, gpus_per_host: int, options: str = "") -> str:
+def script(
+    run: RunFile,
+    *,
+    gpus_per_host: int,
+    cpus_per_gpu: int = CPUS_PER_GPU,
+    options: str = "",
+    data_folder: Path | None = None,
+) -> str:
     """Return the script.
 
     Raises:
         ConfigError: as `write_script`.
     """
-    orchestrator, trainer, *others = roles_of(run, run.run_dir / FILE, is_spread=True)
+    orchestrator, trainer, *others = roles_of(
+        run, run.run_dir / FILE, is_spread=True, data_folder=data_folder
+    )
+    _step = partial(_step_of, cpus_per_gpu=cpus_per_gpu)
     needed = max(role.gpus for role in (trainer, *others))
     if needed > gpus_per_host:
         raise ConfigError(f"a role needs {needed} GPUs on one host, which has {gpus_per_host}")
@@ -86,9 +113,11 @@ def script(run: RunFile, *, gpus_per_host: int, options: str = "") -> str:
             steps.append(_step(role, first=host))
             num_hosts = host + 1
         else:
-            steps.append(_step(role) + "\nROUTER=$!")
+            steps.append(_step(role) + f"\n{role.name.upper()}=$!")
     head = ["--job-name=splice", f"--nodes={num_hosts}"]
-    head += [f"--gpus-per-node={gpus_per_host}"] if needed else []
+    if needed:
+        head += [f"--gpus-per-node={gpus_per_host}", "--ntasks-per-node=1"]
+        head += [f"--cpus-per-task={gpus_per_host * cpus_per_gpu}"]
     head += [f"--output={run.run_dir / 'logs' / 'slurm.log'}", *shlex.split(options)]
     return _SCRIPT.format(
         head="\n".join(f"#SBATCH {option}" for option in head),
@@ -99,7 +128,7 @@ def script(run: RunFile, *, gpus_per_host: int, options: str = "") -> str:
     )
 
 
-def _step(role: Role, *, first: int = 0, more: str = "") -> str:
+def _step_of(role: Role, *, cpus_per_gpu: int, first: int = 0, more: str = "") -> str:
     """Return the command of a job step.
 
     Args:
@@ -108,7 +137,9 @@ def _step(role: Role, *, first: int = 0, more: str = "") -> str:
     """
     command = shlex.join(python_command(sys.executable, "-m", "splice", *role.command)) + more
     variables = " ".join(f"{k}={shlex.quote(v)}" for k, v in role.environment.items())
-    share = f"--exact --gpus-per-node={role.gpus}" if role.gpus else "--overlap"
+    share = "--overlap"
+    if role.gpus:  # an exact step without a number of CPUs gets one
+        share = f"--exact --gpus-per-node={role.gpus} --cpus-per-task={role.gpus * cpus_per_gpu}"
     return (
         f"srun --job-name={role.name} --relative={first} --nodes={role.hosts} "
         f"--ntasks={role.hosts} --ntasks-per-node=1 {share} --kill-on-bad-exit=1 \\\n"
@@ -145,6 +176,12 @@ rm -f "$RUN/router"
 
 {steps}
 
+if [ -n "${{LOOP:-}}" ]; then
+  # It ends the run. Whatever it ends with, the job does.
+  wait "$LOOP"
+  CODE=$?
+  [ "$CODE" = 0 ] || exit "$CODE"
+fi
 # `splice stop` ends the orchestrator, and it ends the nodes.
 wait "$ORCHESTRATOR"
 CODE=$?

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,28 +37,33 @@ from orchestrator.processes.locks import try_lock
 from orchestrator.processes.logs import log_to_stderr
 from orchestrator.processes.python import python_command, python_environment
 from orchestrator.protocol.config import without_weights
+from orchestrator.protocol.hub import is_hub_id
 from orchestrator.protocol.messages import InitialSync, Resync
 from orchestrator.storage import layout
 from orchestrator.storage.files import replace_file
 from orchestrator.storage.journal import check_protocol, kept_token
 from orchestrator.storage.run_folder import RunFolder
 from splice.client.clients import SpliceClient, run_watched
-from splice.client.run_file import RUN_JSON, TOKEN, RunFile, load, stop_command
+from splice.client.run_file import KEYS, RUN_JSON, TOKEN, RunFile, load, stop_command
 from splice.cluster import disk
 from splice.cluster.disk import DiskForecast
 from splice.cluster.doctor import list_gpus
+from splice.cluster.environments import check_environments, install
+from splice.cluster.machine import with_local_models
 from splice.cluster.one_host import Cluster
 from splice.cluster.preflight import (
+    check_adapter,
     check_cpu_attention,
     check_gpus,
     check_length,
     check_parallel,
     check_port_free,
     check_quantization,
+    check_targets,
     read_model_config,
 )
 from splice.cluster.roles import roles_of
-from splice.rl import decisions
+from splice.rl import decisions, evaluations
 
 log = logging.getLogger("splice.up")
 STATE, LOCK = "up.json", "up.lock"
@@ -83,7 +89,9 @@ STOP_S = 90.0
 
 
 def check(run: RunFile) -> None:
-    """Check the file against this host and the model. Starts nothing.
+    """Check the file against this host, the model and both environments. Starts nothing.
+
+    Of a model from the Hub it downloads config and tokenizer.
 
     Raises:
         ConfigError: names the mistake and its remedy.
@@ -94,19 +102,25 @@ def check(run: RunFile) -> None:
             "`splice serve`, `splice trainer` and `splice inference`, or leave it out"
         )
     check_bind_address(run.orchestrator.endpoint, has_keys=False)
+    is_from_hub = is_hub_id(run.trainer.model)
+    for role, section in (("trainer", run.trainer), ("inference", run.inference)):
+        if shutil.which(section.python) is None:
+            raise ConfigError(f"{role}.python: no interpreter at {section.python}")
     nodes = [run.inference_config(i) for i in range(run.inference.replicas)]
-    if run.device == "cuda":
+    if "cuda" in (run.trainer.device, run.inference.device):
         check_gpus(
             trainer_gpus=run.trainer.gpus,
             inference_gpus=[node.gpus for node in nodes],
             available=len(list_gpus()),
             transport=run.trainer.transport,
         )
-    for role, section in (("trainer", run.trainer), ("inference", run.inference)):
-        if shutil.which(section.python) is None:
-            raise ConfigError(f"{role}.python: no interpreter at {section.python}")
+        if run.trainer.device == "cuda" and not run.trainer.gpus:
+            raise ConfigError("trainer.gpus is empty; name the trainer's GPUs, such as [0]")
+    run = with_local_models(run, weights=False)
+    nodes = [run.inference_config(i) for i in range(run.inference.replicas)]
     model_config = read_model_config(run.trainer.model)
-    if run.trainer.init == "hf" and not any(run.trainer.model.glob("*.safetensors")):
+    has_weights = is_from_hub or any(run.trainer.model.glob("*.safetensors"))
+    if run.trainer.init == "hf" and not has_weights:
         raise ConfigError(without_weights(run.trainer.model, random='trainer.init = "random"'))
     read_model_config(run.inference.model)
     check_parallel(model_config, trainer=run.trainer_config(), inference=nodes)
@@ -120,10 +134,13 @@ def check(run: RunFile) -> None:
     if run.has_router:
         if importlib.util.find_spec("aiohttp") is None:
             raise ConfigError(
-                "the router in front of several inference nodes needs aiohttp: install "
-                '"splice[router]" here, or set router.enabled = false'
+                "the router in front of several inference nodes needs aiohttp: "
+                f"{install('router')}, or set router.enabled = false"
             )
         check_port_free(run.router.host, run.router.port)
+    check_adapter(run.trainer.adapter)
+    check_targets(run.trainer)
+    check_environments(run)
 
 
 def start(run: RunFile, *, resume: bool, publish: bool = True) -> int:
@@ -138,6 +155,7 @@ def start(run: RunFile, *, resume: bool, publish: bool = True) -> int:
     _refuse_living(run.run_dir)
     check(run)
     refuse_used(run, resume=resume)
+    run = with_local_models(run)
     run.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = _take_lock(run.run_dir)
     try:
@@ -179,6 +197,7 @@ def _start(run: RunFile, lock: int, *, publish: bool) -> int:
     # `bound` is for an orchestrator whose nodes live on; these nodes begin again.
     for name in (STATE, ROUTER, "bound"):
         (run.run_dir / name).unlink(missing_ok=True)
+    shutil.rmtree(run.run_dir / KEYS, ignore_errors=True)  # of a launcher for several hosts
     config = run.run_dir / RUN_JSON
     config.write_text(run.model_dump_json(indent=1))
     logs = run.run_dir / "logs"
@@ -320,6 +339,8 @@ def status(run_dir: Path) -> dict[str, Any]:
         }
     if (loop := decisions.status(run_dir)) is not None:
         answer["loop"] = loop
+    if (best := evaluations.best_kept(run_dir)) is not None:
+        answer["best"] = asdict(best)
     if not _has_orchestrator(run_dir, state):
         return answer
     with SpliceClient.of_run(run_dir) as client:
@@ -429,7 +450,7 @@ def supervise(config: Path, *, publish: bool) -> int:
                 _wait(state, text, told_to_end)
 
             if publish:
-                _publish(cluster.client, wait)
+                publish_first(cluster.client, wait)
             urls = replicas = cluster.base_urls
             _wait_served(cluster.client, urls, wait)
             if run.has_router:
@@ -462,7 +483,7 @@ def supervise(config: Path, *, publish: bool) -> int:
     return 0
 
 
-def _publish(client: SpliceClient, wait: Callable[[str], None]) -> None:
+def publish_first(client: SpliceClient, wait: Callable[[str], None]) -> None:
     """Publish @0 of a new run to the replicas that are ready, or again what was served before a
     publication that failed."""
     status = client.status(timeout_s=30.0)

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from splice.client.batches import Completion
 from splice.rl import decisions
 from splice.rl.balance import Meter
 from splice.rl.config import LoopConfig, SamplingConfig
@@ -89,13 +90,20 @@ class Asking:
                 return Turn(number=turn, attempt=attempt, completion=said, spans=spans)
         raise AssertionError("unreachable")
 
+    def given(self, said: Completion, place: Place, *, turn: int) -> Turn:
+        """Log a turn whose answer nobody sampled."""
+        of: dict[str, Any] = {**place.named, "turn": turn, "attempt": 0}
+        self._log.write("admit", **place.asked_for, version=self._made.newest, **of)
+        self._log.write("finish", **of, spans=[], replica="")
+        return Turn(number=turn, attempt=0, completion=said, spans=())
+
     async def untrained(self, asked: Row, **more: Any) -> Answer:
         """Return an answer that is not trained on."""
         return await _until_whole(lambda: self._once(asked, self._made.newest, **more))
 
-    async def encode(self, prompt: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the text's token ids, as the server encodes them."""
-        row, add = {"prompt": prompt}, add_special_tokens
+    async def encode(self, prompt: str | Row, *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a text, or of a row, as the server encodes them."""
+        row, add = {"prompt": prompt} if isinstance(prompt, str) else prompt, add_special_tokens
         return await _until_whole(lambda: self._sampler.encode(row, add_special_tokens=add))
 
     async def _once(self, asked: Row, admitted: int, **more: Any) -> Answer:

@@ -47,7 +47,7 @@ from splice.rl.record import Record
 from splice.rl.reward_processes import refuse_in_process
 from splice.rl.rollouts import Group, Rollouts
 from splice.rl.sampler import Row, Sampler, check_row
-from splice.rl.scoring import Reward, Scoring, check_scoring
+from splice.rl.scoring import Reward, Scoring, check_scoring, score_all
 from splice.rl.steps import Said, Step, line_of, warn_of_changes
 from splice.rl.turns import Environment, Scored
 
@@ -88,6 +88,11 @@ class Loop:
         for name, value, of in (("config", config, LoopConfig), ("loss", loss, LossSpec)):
             if value is not None and not isinstance(value, of):
                 raise ConfigError(f"{name} is a {of.__name__}, not {type(value).__name__}")
+        if optim is not None and not (isinstance(optim, OptimParams) or callable(optim)):
+            raise ConfigError(
+                "optim is an OptimParams or a function of the step, not "
+                f"{type(optim).__name__}: OptimParams(lr=1e-5)"
+            )
         self.config = config or LoopConfig()
         check_scoring(reward, environment, self.config)
         self.client, self.folder = client, Path(folder)
@@ -325,6 +330,11 @@ class Loop:
         """Steps that were made, over all starts."""
         return self._past.done
 
+    @property
+    def version(self) -> int:
+        """The newest version that the loop knows of."""
+        return self._past.made.newest
+
     async def sample(
         self, rows: Sequence[Row], *, n: int = 1, temperature: float = 0.0, **more: Any
     ) -> list[list[Completion]]:
@@ -353,18 +363,21 @@ class Loop:
             ConfigError: the loop has no reward, it failed, or vLLM refuses a request.
             TimeoutError: an answer did not come within `rollout_timeout_s`.
         """
+        answers = await self.sample(rows, n=n, temperature=temperature, **more)
+        return await self.score(rows, answers)
+
+    async def score(
+        self, rows: Sequence[Row], answers: Sequence[Sequence[Completion]]
+    ) -> list[list[float]]:
+        """The loop's reward of each answer to each row.
+
+        Raises:
+            ConfigError: the loop has no reward, or it failed.
+        """
         scoring = self._scoring
         if scoring is None:
             raise ConfigError("this loop has an environment and no reward; use `play`")
-
-        async def score(row: Row, answer: Completion) -> float:
-            return await scoring.score(row, answer, ConfigError)
-
-        answers = await self.sample(rows, n=n, temperature=temperature, **more)
-        return [
-            list(await asyncio.gather(*(score(row, answer) for answer in group)))
-            for row, group in zip(rows, answers, strict=True)
-        ]
+        return await score_all(scoring, rows, answers)
 
     async def play(
         self, rows: Sequence[Row], *, n: int = 1, temperature: float = 0.0, **more: Any
@@ -386,14 +399,16 @@ class Loop:
         """The text's token ids, as the server encodes them."""
         return await self._rollouts.encode(prompt, add_special_tokens=add_special_tokens)
 
-    def note(self, **metrics: float) -> None:
+    def note(self, step: int | None = None, /, **metrics: float) -> None:
         """Add numbers of your own, such as an evaluation's, to the log and the sinks.
 
-        They belong to the last step that was trained.
+        Args:
+            step: to which they belong. None: the last step that was trained.
         """
+        number = self._past.done if step is None else step
         found = {name: float(value) for name, value in metrics.items()}
-        self._log.write("note", step=self._past.done, metrics=found)
-        self._record.note(self._past.done, found)
+        self._log.write("note", step=number, metrics=found)
+        self._record.note(number, found)
 
     async def _status(self) -> Status:
         return await self._call(self.client.status, timeout_s=STATUS_TIMEOUT_S)

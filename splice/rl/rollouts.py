@@ -243,7 +243,11 @@ class Rollouts:
 
     async def _play(self, environment: Environment, row: Row, place: Place) -> Group:
         lost: list[int] = []
-        asking = Sample(partial(self._asking.turn, place=place, lost=lost), self.encode)
+        asking = Sample(
+            partial(self._asking.turn, place=place, lost=lost),
+            self.encode,
+            partial(self._asking.given, place=place),
+        )
         fail, timeout = partial(_failure, row, place), asyncio.timeout(None)
 
         def late() -> str:
@@ -290,8 +294,11 @@ class Rollouts:
             answer = await self._asking.untrained(asked, **{**more, **own})
             return Turn(number=turn, attempt=0, completion=answer.completion, spans=answer.spans)
 
+        def give(said: Completion, *, turn: int) -> Turn:
+            return Turn(number=turn, attempt=0, completion=said, spans=())
+
         async def one(row: Row) -> tuple[Scored, ...]:
-            asking = Sample(ask, self.encode)
+            asking = Sample(ask, self.encode, give)
             try:
                 async with self._in_flight, asyncio.timeout(self._config.rollout_timeout_s):
                     result = await environment(row, asking)
@@ -301,8 +308,8 @@ class Rollouts:
 
         return await _each_of(one, rows, n)
 
-    async def encode(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The text's token ids, as the server encodes them."""
+    async def encode(self, prompt: str | Row, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text, or of a row, as the server encodes them."""
         async with asyncio.timeout(self._config.rollout_timeout_s):
             return await self._asking.encode(prompt, add_special_tokens=add_special_tokens)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from orchestrator.errors import ConfigError
@@ -73,6 +73,24 @@ class Scoring:
             return await given if inspect.isawaitable(given) else given
 
 
+async def score_all(
+    scoring: Scoring, rows: Sequence[Row], answers: Sequence[Sequence[Completion]]
+) -> list[list[float]]:
+    """Return the reward of each answer to each row.
+
+    Raises:
+        ConfigError: a reward failed.
+    """
+
+    async def score(row: Row, answer: Completion) -> float:
+        return await scoring.score(row, answer, ConfigError)
+
+    return [
+        list(await asyncio.gather(*(score(row, answer) for answer in group)))
+        for row, group in zip(rows, answers, strict=True)
+    ]
+
+
 def check_scoring(
     reward: Reward | None, environment: Environment | None, config: LoopConfig
 ) -> None:
@@ -87,6 +105,11 @@ def check_scoring(
     function, takes = (
         (environment, "(row, sample)") if reward is None else (reward, "(row, completion)")
     )
+    if isinstance(function, list | tuple):
+        raise ConfigError(
+            "a loop takes one reward; for the weighted sum of several: "
+            "reward=trl_reward(first, second, weights=[1.0, 0.5]), from splice.rl"
+        )
     if not callable(function):
         raise ConfigError("the reward or environment is no function")
     _check_signature(function, takes, has_reward=reward is not None)

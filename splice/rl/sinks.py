@@ -83,7 +83,7 @@ class Wandb:
     """A run of Weights & Biases, with the loop's id."""
 
     def __init__(self, facts: LoopFacts) -> None:
-        wandb = importlib.import_module("wandb")
+        wandb, self._newest = importlib.import_module("wandb"), 0
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=facts.run_name,
@@ -96,7 +96,8 @@ class Wandb:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics."""
-        self._run.log(dict(metrics), step=step)
+        self._newest = max(self._newest, step)  # it drops what comes for an older step
+        self._run.log(dict(metrics), step=self._newest)
 
     def close(self) -> None:
         """Upload what is left."""

@@ -161,7 +161,10 @@ def line_of(
         "rollouts": [
             list(place) for place in dict.fromkeys((r.group, r.sample, r.attempt) for r in rollouts)
         ],
-        "tokens": sum(sum(s.sampled) if s.sampled else len(s.answer_ids) for s in sequences),
+        # An answer without versions was given, not sampled.
+        "tokens": sum(
+            sum(s.sampled) if s.sampled else len(s.answer_ids) for s in sequences if s.versions
+        ),
         "metrics": _metrics(groups, made, config),
     }
 

@@ -15,7 +15,7 @@ conversation so far in another way.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ LARGEST_REWARD = 1e30
 """Of larger ones, sums and squares would be infinite."""
 Ask = Callable[..., Awaitable["Turn"]]
 Encode = Callable[..., Awaitable[list[int]]]
+Give = Callable[..., "Turn"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,8 +79,8 @@ class Sample:
         asked: number of requests so far.
     """
 
-    def __init__(self, ask: Ask, encode: Encode) -> None:
-        self._ask, self._encode = ask, encode
+    def __init__(self, ask: Ask, encode: Encode, give: Give) -> None:
+        self._ask, self._encode, self._give = ask, encode, give
         self.turns: list[Turn] = []
         self.asked = 0
         self._open: set[asyncio.Future[Turn]] = set()
@@ -115,6 +116,52 @@ class Sample:
         self._open.add(asking)
         asking.add_done_callback(self._open.discard)
         turn = await asking
+        self.turns.append(turn)
+        return turn
+
+    async def given(
+        self,
+        prompt: str | None = None,
+        answer: str | Mapping[str, Any] = "",
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        **more: Any,
+    ) -> Turn:
+        """Return a turn whose answer is given, not sampled: it has no log-probs, for the loss
+        `cross_entropy`.
+
+        Args:
+            answer: to a prompt its text; to messages the assistant's message, with what the chat
+                template ends it with.
+            more: what the template takes, such as `tools` or `chat_template_kwargs`.
+
+        Raises:
+            ValueError: the chat template writes a message otherwise than it asks for one.
+        """
+        if messages is None:
+            before: dict[str, Any] = {"prompt": prompt}
+            whole: dict[str, Any] = {"prompt": f"{prompt}{answer}"}
+        else:
+            before = {"messages": messages, **more, "add_generation_prompt": True}
+            whole = {"messages": [*messages, answer], **more, "add_generation_prompt": False}
+        prompt_ids, ids = await self._encode(before), await self._encode(whole)
+        if ids[: len(prompt_ids)] != prompt_ids and messages is None:  # merged at the seam
+            ids = [*prompt_ids, *await self._encode(answer, add_special_tokens=False)]
+        if ids[: len(prompt_ids)] != prompt_ids:
+            raise ValueError(
+                "the model's chat template writes the assistant's message otherwise than it asks "
+                "for one, so no tokens are the answer's; set chat_template_kwargs, or give "
+                "`prompt` and `completion`"
+            )
+        number, self.asked = self.asked, self.asked + 1
+        said = Completion(
+            prompt_ids=tuple(prompt_ids),
+            answer_ids=tuple(ids[len(prompt_ids) :]),
+            logprobs=(0.0,) * (len(ids) - len(prompt_ids)),
+            text=answer if isinstance(answer, str) else str(answer.get("content") or ""),
+            finish_reason="stop",
+        )
+        turn = self._give(said, turn=number)
         self.turns.append(turn)
         return turn
 

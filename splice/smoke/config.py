@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import ParallelConfig
 from splice.client.run_file import RunFile, build, read, set_value
-from splice.cluster.machine import inference_python
+from splice.cluster.machine import inference_python, with_local_models
 from splice.cluster.preflight import check_model, share_a_gpu
 from splice.cluster.up import check as check_run
 
@@ -90,7 +90,7 @@ def smoke_run(
             inference.setdefault(key, value)
         if values.get("device") == "cuda":
             _choose_gpus(trainer, inference)
-    return build(values, source=file or Path("smoke"))
+    return with_local_models(build(values, source=file or Path("smoke")))
 
 
 def _choose_gpus(trainer: dict[str, Any], inference: dict[str, Any]) -> None:

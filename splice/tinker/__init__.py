@@ -6,5 +6,5 @@
 
 A request passes through `wire.py` (protobuf and JSON to arrays) and `losses.py` (Tinker's losses to
 splice's batches), both pure. The server is a separate process and a client of the orchestrator.
-It needs the extra `tinker` (`pip install "splice[tinker]"`); docs/tinker.md has the rest.
+It needs the extra `tinker`; docs/tinker.md has the rest.
 """

@@ -8,6 +8,7 @@ The same command continues after whatever ended it: the run's folder has its sta
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import math
@@ -15,24 +16,30 @@ import shlex
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import fmean
+from typing import Any
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, NodeLost
 from orchestrator.protocol.messages import LOSS_PARAMETERS, OptimParams
 from orchestrator.protocol.messages.mistakes import check_loss_name
 from splice.client.batches import Completion
+from splice.client.clients import SpliceClient
+from splice.client.run_file import ENDPOINT_FILE
 from splice.cluster import up
-from splice.rl import Loop, LoopConfig, Step, decisions
+from splice.rl import Loop, LoopConfig, Step, decisions, evaluations
 from splice.rl.sampler import Row
-from splice.rl.scoring import Reward
+from splice.rl.scoring import Reward, Scoring, score_all
 from splice.rl.turns import LARGEST_REWARD
 from splice.train.data import rows_of
+from splice.train.evaluating import Evaluating, Score, is_overdue
 from splice.train.functions import reward_of
-from splice.train.sections import EvalSection, TrainFile
+from splice.train.sections import SftFile, TrainFile
+from splice.train.teaching import Teacher, batch_of, lesson_of
 
 log = logging.getLogger("splice.train")
 Say = Callable[[str], None]
+POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +49,8 @@ class Plan:
     run: TrainFile
     rows: list[Row]
     held_out: list[Row]
-    reward: Reward
+    reward: Reward | None
+    """None: answers are given, and nothing is evaluated."""
     config: LoopConfig
     steps: int
     """Over all starts."""
@@ -60,12 +68,19 @@ def plan(run: TrainFile, folder: Path) -> Plan:
     """
     if not run.trainer.loss_modules:
         check_loss_name(run.loss.name, tuple(LOSS_PARAMETERS))
+    is_sft = isinstance(run, SftFile)
     rows = rows_of(run.data, folder, table="data")
+    if is_sft:
+        rows = [lesson_of(row) for row in rows]
     held_out = [] if run.eval is None else rows_of(run.eval, folder, table="eval")
-    reward = reward_of(run.loop.reward, folder)
-    _call_once(reward, rows[0])
-    steps = run.loop.steps or math.ceil(len(rows) / run.loop.groups_per_step)
-    own = run.loop.model_dump(exclude={"reward"}) | {"steps": steps}
+    reward = reward_of(run.loop.reward, folder) if run.loop.reward or not is_sft else None
+    if reward is not None:
+        _call_once(reward, held_out[0] if is_sft and held_out else rows[0])
+    if reward is not None and run.loop.overlong_penalty:
+        reward = _penalised(reward, run.loop.overlong_penalty)
+    _check_room(run)
+    steps = run.loop.steps or math.ceil(len(rows) * run.loop.passes / run.loop.groups_per_step)
+    own = run.loop.model_dump(exclude={"reward", "passes", "overlong_penalty"}) | {"steps": steps}
     return Plan(
         run=run,
         rows=rows,
@@ -74,6 +89,40 @@ def plan(run: TrainFile, folder: Path) -> Plan:
         config=LoopConfig(**own, sampling=run.sampling),
         steps=steps,
         optim=run.optim.of_step(steps),
+    )
+
+
+def _penalised(reward: Reward, penalty: float) -> Reward:
+    """The reward, less the penalty for an answer that was cut off."""
+
+    async def penalised(row: Row, completion: Completion) -> float:
+        given = await asyncio.to_thread(reward, row, completion)
+        value = float(await given if inspect.isawaitable(given) else given)
+        return value - penalty * (completion.finish_reason == "length")
+
+    return penalised
+
+
+def _check_room(run: TrainFile) -> None:
+    longest = run.inference.max_model_len
+    asked = max(run.sampling.max_tokens, (run.eval and run.eval.max_tokens) or 0)
+    if longest != "auto" and asked >= longest:
+        raise ConfigError(
+            f"answers of {asked} tokens (max_tokens) leave no room for a prompt: "
+            f"inference.max_model_len is {longest}; make it larger, or max_tokens smaller"
+        )
+
+
+def step_text(made: Plan) -> str:
+    """Say what a step will be."""
+    loop, sampling = made.run.loop, made.run.sampling
+    text = f"{len(made.rows)} rows, {made.steps} steps of {loop.groups_per_step}"
+    if isinstance(made.run, SftFile):
+        return f"{text} rows each"
+    answers = loop.groups_per_step * loop.group_size
+    return (
+        f"{text} prompts with {loop.group_size} answers each: at most {sampling.max_tokens} tokens "
+        f"in an answer, and {answers * sampling.max_tokens:,} in a step"
     )
 
 
@@ -97,9 +146,14 @@ async def _result(given: Awaitable[float]) -> float:
 
 
 def done(made: Plan) -> int | None:
-    """The version that the last step made, if an earlier start has made all of them."""
-    past = decisions.past(made.run.run_dir / decisions.LOOP_DIR / decisions.LOG)
-    return past.made.newest if past.published and past.done >= made.steps else None
+    """The version that the last step made, if all steps and the last evaluation are made."""
+    run = made.run
+    past = decisions.past(run.run_dir / decisions.LOOP_DIR / decisions.LOG)
+    if not past.published or past.done < made.steps:
+        return None
+    if run.eval is not None and is_overdue(run.run_dir, run.eval, done=past.done, steps=made.steps):
+        return None
+    return past.made.newest
 
 
 def bring_up(run: TrainFile, *, timeout_s: float, say: Say) -> None:
@@ -111,30 +165,77 @@ def bring_up(run: TrainFile, *, timeout_s: float, say: Say) -> None:
     up.wait_until_up(run.run_dir, pid, timeout_s=timeout_s, on_wait=say)
 
 
+def join(run: TrainFile, *, timeout_s: float, say: Say) -> None:
+    """Wait for the nodes of a run that others start, and publish its first version.
+
+    Raises:
+        NodeLost: they are not ready in time.
+        ConfigError: no orchestrator binds in time.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while not (run.run_dir / ENDPOINT_FILE).exists() and time.monotonic() < deadline_s:
+        say("waiting for the orchestrator")
+        time.sleep(POLL_S)
+    nodes = {"trainer", *(f"inference-{i}" for i in range(run.inference.replicas))}
+    with SpliceClient.of_run(run.run_dir) as client:
+        while missing := nodes - _ready(client):
+            text = f"waiting for {', '.join(sorted(missing))}"
+            if time.monotonic() > deadline_s:
+                raise NodeLost(f"not ready within {timeout_s:.0f} s: {text}")
+            say(text)
+            time.sleep(POLL_S)
+        up.publish_first(client, say)
+
+
+def _ready(client: SpliceClient) -> set[str]:
+    return {n.node_id for n in client.status(timeout_s=30.0).nodes if n.state == "ready"}
+
+
 async def train(made: Plan, say: Say) -> None:
     """Take the steps that are left, with their evaluations."""
     run, began_s, first = made.run, time.monotonic(), 0
+    how: dict[str, Any] = {"reward": made.reward}
+    if is_sft := isinstance(run, SftFile):
+        how = {"environment": Teacher(run.sampling.extra), "make_batch": batch_of}
     loop = Loop.of_run(
         run.run_dir,
         prompts=made.rows,
-        reward=made.reward,
         config=made.config,
         loss=run.loss,
         optim=made.optim,
+        **how,
     )
-    async with loop:
-        if run.eval is not None and loop.done == 0:
-            await _evaluate(loop, made, run.eval, say, step=0)
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(loop)
+        evaluating = None
+        if run.eval is not None:
+            score: Score = loop.score
+            if is_sft and made.reward is not None:
+                score = partial(score_all, Scoring(made.reward, made.config))
+            evaluating = await stack.enter_async_context(
+                Evaluating(
+                    loop,
+                    run.run_dir,
+                    run.eval,
+                    made.held_out,
+                    score=score,
+                    steps=made.steps,
+                    say=say,
+                )
+            )
         async for step in loop:
             first = first or step.number
             spent_s = time.monotonic() - began_s
-            say(_line(step, made.steps, spent_s / (step.number - first + 1)))
-            is_last = step.number == made.steps
-            if run.eval is not None and (step.number % run.eval.every == 0 or is_last):
-                await _evaluate(loop, made, run.eval, say, step=step.number)
+            each_s = spent_s / (step.number - first + 1)
+            say(_line(step, made.steps, each_s, is_sft=is_sft))
+            if evaluating is not None:
+                await evaluating.after(step.number, step.version)
 
 
-def _line(step: Step, steps: int, each_s: float) -> str:
+def _line(step: Step, steps: int, each_s: float, *, is_sft: bool) -> str:
+    name, value = "reward", step.metrics["reward_mean"]
+    if is_sft:
+        name, value = "loss", step.metrics["loss"]
     left_s = each_s * (steps - step.number)
     took = ", ".join(
         f"{name} {step.seconds[key]:.1f} s"
@@ -142,7 +243,7 @@ def _line(step: Step, steps: int, each_s: float) -> str:
         if key in step.seconds
     )
     return (
-        f"step {step.number} of {steps}: reward {step.metrics['reward_mean']:.3f}, "
+        f"step {step.number} of {steps}: {name} {value:.3f}, "
         f"{step.seconds['step']:.1f} s ({took}), {_minutes(left_s)} left"
     )
 
@@ -151,25 +252,19 @@ def _minutes(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
-async def _evaluate(loop: Loop, made: Plan, section: EvalSection, say: Say, *, step: int) -> None:
-    more = {} if section.max_tokens is None else {"max_tokens": section.max_tokens}
-    scores = await loop.evaluate(
-        made.held_out, n=section.n, temperature=section.temperature, **more
-    )
-    found = {"eval_reward": fmean(fmean(group) for group in scores)}
-    if section.n > 1:
-        found[f"eval_best_of_{section.n}"] = fmean(max(group) for group in scores)
-    loop.note(**found)
-    said = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
-    say(f"evaluation after step {step}: {said}")
-
-
 def ending(made: Plan, version: int) -> str:
     """Where the model is, and what may be done with the run."""
-    run = made.run
+    run, best = made.run, evaluations.best_kept(made.run.run_dir)
     what = "adapter" if run.trainer.finetuning_type == "lora" else "weights"
-    return (
-        f"{made.steps} steps are made: {run.name}@{version}\n"
-        f"{what}: {run.run_dir / 'versions' / str(version) / what}\n"
-        f"report: splice report {shlex.quote(str(run.run_dir))}"
-    )
+
+    def place(of: int) -> str:
+        return f"{what}: {run.run_dir / 'versions' / str(of) / what}"
+
+    lines = [f"{made.steps} steps are made: {run.name}@{version}", place(version)]
+    if best is not None:
+        value = best.metrics[evaluations.REWARD]
+        lines.append(
+            f"best: {run.name}@{best.version}, {evaluations.REWARD} {value:.3f} after step "
+            f"{best.step}; {place(best.version)}"
+        )
+    return "\n".join([*lines, f"report: splice report {shlex.quote(str(run.run_dir))}"])

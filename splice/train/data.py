@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError
+from splice.cluster.environments import install
 from splice.rl.sampler import RequestRefused, Row, check_row
+from splice.train.functions import function_of
 from splice.train.sections import DataSection
 
 FILES = (".jsonl", ".json", ".csv", ".parquet")
@@ -27,7 +29,10 @@ def rows_of(data: DataSection, folder: Path, *, table: str) -> list[Row]:
         ConfigError: there is no such data, a row is no object, or a prompt's column is missing.
     """
     path = folder / data.path
-    found = _read(path) if path.suffix in FILES else _dataset(data, path)
+    if ".py:" in data.path:
+        found = _called(data.path, folder, table)
+    else:
+        found = _read(path) if path.suffix in FILES else _dataset(data, path)
     rows: list[Row] = []
     for number, raw in enumerate(itertools.islice(found, data.rows), 1):
         where = f"{table}.path {data.path}, row {number}"
@@ -42,6 +47,16 @@ def rows_of(data: DataSection, folder: Path, *, table: str) -> list[Row]:
     if not rows:
         raise ConfigError(f"{table}.path {data.path} has no rows")
     return rows
+
+
+def _called(name: str, folder: Path, table: str) -> Iterable[Any]:
+    function = function_of(name, folder)
+    try:
+        return list(function())
+    except Exception as error:
+        raise ConfigError(
+            f"{table}.path {name} gives no rows: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _prompted(row: dict[str, Any], data: DataSection, where: str) -> Row:
@@ -89,7 +104,7 @@ def _parquet(path: Path) -> Iterable[Any]:
         from pyarrow import parquet
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f'{path.name} needs pyarrow: install "splice[data]" in this environment'
+            f"{path.name} needs pyarrow: {install('data')} in this environment"
         ) from error
     found: list[Any] = parquet.read_table(path).to_pylist()
     return found
@@ -101,7 +116,7 @@ def _dataset(data: DataSection, path: Path) -> Iterable[Any]:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{data.path} is no file of {', '.join(FILES)}. A dataset's name or folder needs "
-            'the package datasets: install "splice[data]" in this environment'
+            f"the package datasets: {install('data')} in this environment"
         ) from error
     name = str(path) if path.exists() else data.path
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -16,14 +16,16 @@ from splice.train.schedules import ScheduleName, factor
 
 LOSS = "truncated_importance_sampling"
 """Corrects for tokens of an older version, as `loop.max_staleness` = 1 has them."""
+SFT_LOSS = "cross_entropy"
 
 
 class DataSection(UserInput, Settings):
     """Rows, and how they become prompts."""
 
     path: str
-    """A .jsonl, .json, .csv or .parquet file, relative to this file; or else what `datasets` loads:
-    a dataset's name on the Hub, or a folder."""
+    """A .jsonl, .json, .csv or .parquet file, relative to this file; `"my.py:rows"`, a function
+    without arguments that returns rows; or else what `datasets` loads: a dataset's name on the Hub,
+    or a folder."""
     subset: str | None = None
     """The dataset's configuration, such as `main` of openai/gsm8k."""
     split: str = "train"
@@ -43,10 +45,22 @@ class LoopSection(LoopSettings):
     """The loop, and its reward."""
 
     steps: int | None = Field(default=None, ge=1)
-    """Steps of the run, over all starts. None: one pass over the rows."""
+    """Steps of the run, over all starts. None: `passes` over the rows."""
+    passes: int = Field(default=1, ge=1)
+    """Passes over the rows, where `steps` is not set. `epochs` are those over each batch."""
+    overlong_penalty: float = Field(default=0.0, ge=0)
+    """Taken from the reward of an answer that `sampling.max_tokens` cuts off."""
     reward: str | dict[str, float]
     """`"my.py:accuracy"`, relative to this file, or `"package.module:function"`; or a table of
     several with their weights. A function takes (row, completion), or what TRL's rewards take."""
+
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _one_or_weighted(cls, reward: Any) -> Any:
+        if isinstance(reward, list):
+            named = ", ".join(f'"{name}" = 1.0' for name in reward)
+            raise ValueError(f"a list has no weights; write reward = {{ {named} }}")
+        return reward
 
 
 class OptimSection(OptimParams):
@@ -88,6 +102,31 @@ class EvalSection(DataSection):
     """0: greedy."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest answer, in tokens. None: `sampling.max_tokens`."""
+    pass_at: tuple[int, ...] = ()
+    """`[1, 4]`: `eval_pass_at_1` and `eval_pass_at_4`, the chance that one of so many answers
+    passes, estimated from `n` answers without bias."""
+    pass_reward: float = 1.0
+    """An answer passes with this reward or a larger one."""
+    waits: bool = False
+    """Whether the next step waits for an evaluation. false: it trains meanwhile, and answers that
+    take longer than the step have tokens of the next version; `eval_later` is their share."""
+    keep_best: bool = False
+    """Whether the version with the largest `eval_reward` stays on disk, with its trainer's state,
+    whatever `orchestrator.keep_versions` says."""
+
+    @model_validator(mode="after")
+    def _enough_answers(self) -> Self:
+        if wrong := [k for k in self.pass_at if not 1 <= k <= self.n]:
+            raise ValueError(
+                f"pass_at has {wrong[0]}, and there are {self.n} answers to each row (eval.n); "
+                f"take numbers from 1 to {self.n}, or a larger n"
+            )
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(
+                f"all {self.n} answers to a row (eval.n) would be the same: they are greedy. Set "
+                "eval.temperature, such as 1.0, or leave n out"
+            )
+        return self
 
 
 class TrainFile(RunFile):
@@ -119,4 +158,39 @@ class TrainFile(RunFile):
     @field_validator("loss", mode="before")
     @classmethod
     def _named(cls, loss: Any) -> Any:
-        return {"name": LOSS, **loss} if isinstance(loss, dict) else loss
+        return (
+            {"name": cls.model_fields["loss"].default.name, **loss}
+            if isinstance(loss, dict)
+            else loss
+        )
+
+
+class SftLoopSection(LoopSection):
+    """The loop of `splice sft`: each row has its answer."""
+
+    reward: str | dict[str, float] = ""
+    """For `eval`, whose answers are sampled."""
+    group_size: Literal[1] = 1
+    """A row has one answer."""
+
+
+class SftFile(TrainFile):
+    """A run, and the answers that it trains on."""
+
+    loop: SftLoopSection = SftLoopSection()
+    """The loop."""
+    loss: LossSpec = LossSpec(name=SFT_LOSS)
+    """The loss."""
+
+    @field_validator("loss", mode="after")
+    @classmethod
+    def _of_given_answers(cls, loss: LossSpec) -> LossSpec:
+        if loss.name != SFT_LOSS:
+            raise ValueError(f"given answers have no log-probs; leave [loss] out, or {SFT_LOSS}")
+        return loss
+
+    @model_validator(mode="after")
+    def _evaluates_by_reward(self) -> Self:
+        if self.eval is not None and not self.loop.reward:
+            raise ValueError("eval needs loop.reward: its rows' answers are sampled and scored")
+        return self

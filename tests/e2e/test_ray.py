@@ -21,19 +21,33 @@ from tests.e2e.conftest import INFERENCE_PYTHON, ROOT
 
 pytestmark = pytest.mark.timeout(1800)
 BACK_S = 600
+TRAINING = """
+[data]
+path = "rows.jsonl"
+[loop]
+reward = "rewards.py:short"
+steps = 2
+group_size = 2
+groups_per_step = 2
+[sampling]
+max_tokens = 8
+[eval]
+path = "rows.jsonl"
+"""
+REWARD = "def short(row, completion): return len(completion.text) % 7 / 7"
 ROLES = ("serve", "trainer", "inference_node")
 """A word of each role's command line."""
 
 
 @pytest.fixture
 def cluster(monkeypatch) -> Iterator[str]:
-    """The address of a cluster of two nodes, each with room for two roles."""
+    """The address of a cluster of two nodes, with room for two roles each."""
     utils = pytest.importorskip("ray.cluster_utils")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     small = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
     found = utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **small})
-    found.add_node(num_cpus=1, **small)
+    found.add_node(num_cpus=2, **small)
     yield str(found.address)
     found.shutdown()
 
@@ -72,6 +86,30 @@ def test_roles_are_placed_killed_and_started_again(models, tmp_path, cluster, mo
         while left := [p for p in processes_of(run_dir) if p.pid != os.getpid()]:
             assert time.monotonic() < deadline_s, left
             time.sleep(0.5)
+
+
+def test_a_run_trains_there_and_ends(models, tmp_path, cluster):
+    """By the file that one host takes, without keys or an endpoint in it."""
+    folder = tmp_path / "mine"
+    options = ["--model", models["qwen3"], "--name", "tiny", "--gpus", ""]
+    splice("init", folder, *options, "--inference-python", INFERENCE_PYTHON)
+    file, run_dir = folder / "run.toml", folder / "run"
+    file.write_text(file.read_text() + TRAINING)
+    (folder / "rows.jsonl").write_text('{"prompt": "1 + 1 ="}\n' * 4)
+    (folder / "rewards.py").write_text(REWARD)
+    port = ["--set", f"orchestrator.endpoint=tcp://0.0.0.0:{free_port()}"]
+    said = splice("train", file, *port, "--on", "ray", "--ray-address", cluster)
+    assert "splice logs loop" in said
+    log, deadline_s = run_dir / "logs" / "loop.log", time.monotonic() + BACK_S
+    while "2 steps are made: tiny@2" not in (log.read_text() if log.exists() else ""):
+        assert time.monotonic() < deadline_s, log.read_text() if log.exists() else said
+        time.sleep(1)
+    assert (run_dir / "versions" / "2" / "adapter" / "adapter_model.safetensors").is_file()
+    assert "2 steps are made: tiny@2" in splice("train", file, *port, "--on", "ray")
+    deadline_s = time.monotonic() + 90
+    while left := [p for p in processes_of(run_dir) if p.pid != os.getpid()]:
+        assert time.monotonic() < deadline_s, left
+        time.sleep(0.5)
 
 
 def states(folder: Path) -> dict[str, str]:

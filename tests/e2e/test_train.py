@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from orchestrator.processes.python import python_command
+from splice.rl import evaluations
 from tests.e2e.commands import processes_of, splice
 from tests.e2e.conftest import INFERENCE_PYTHON
 
@@ -34,6 +36,9 @@ rows = 2
 n = 2
 temperature = 1.0
 every = 2
+pass_at = [1, 2]
+pass_reward = 0.5
+keep_best = true
 """
 REWARD = """
 def short(row, completion):
@@ -66,16 +71,34 @@ def test_one_command_from_a_file_to_an_adapter(models, tmp_path):
                 if line.startswith("step 2 of 4"):
                     first.kill()
         assert any(line.startswith("evaluation after step 0: eval_reward") for line in lines)
-        assert any("eval_best_of_2" in line for line in lines)
+        assert any("eval_best_of_2" in line and "eval_pass_at_2" in line for line in lines)
 
-        said = splice("train", file)
+        said = splice("train", file, "--keep-up")
         assert "is up; it continues" in said
         assert "step 3 of 4" in said and "step 1 of 4" not in said
-        assert "evaluation after step 4" in said
+        assert "evaluation after step 2" in "".join([*lines, said]) and "after step 4" in said
+        by_the_run, by_itself = tmp_path / "by_the_run", tmp_path / "by_itself"
+        splice("export", file, "--hf", by_the_run)
     finally:
         splice("stop", folder)
-    assert processes_of(folder) == [], "the command ends the run"
+    assert processes_of(folder) == []
     adapter = folder / "run" / "versions" / "4" / "adapter"
-    assert said.splitlines()[-3:-1] == ["4 steps are made: tiny@4", f"adapter: {adapter}"]
+    *_, steps_made, where, best, _ = said.splitlines()
+    assert (steps_made, where) == ("4 steps are made: tiny@4", f"adapter: {adapter}")
+    found = evaluations.best_kept(folder / "run")
+    assert found is not None and best.startswith(f"best: tiny@{found.version}, eval_reward")
+    best_dir = Path(best.rpartition(" ")[2])
+    assert (best_dir / "adapter_model.safetensors").is_file()
+    assert (best_dir.parent / "meta.json").is_file(), "with the trainer's state"
+    assert f"best: version {found.version}" in splice("status", folder)
     assert (adapter / "adapter_model.safetensors").is_file()
     assert "4 steps are made: tiny@4" in splice("train", file), "nothing is left to do"
+
+    assert str(by_itself) in splice("export", folder / "run", "--hf", by_itself, "--version", 4)
+    for path in by_the_run.iterdir():
+        assert (by_itself / path.name).read_bytes() == path.read_bytes(), path
+    splice("export", folder, "--adapter", tmp_path / "best", "--version", "best")
+    kept = best_dir / "adapter_model.safetensors"
+    assert (tmp_path / "best" / kept.name).read_bytes() == kept.read_bytes()
+    assert "choose a new folder" in splice("export", folder, "--hf", by_itself, code=2)
+    assert "on disk are" in splice("export", folder, "--hf", "x", "--version", 7, code=2)

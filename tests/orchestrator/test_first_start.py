@@ -318,6 +318,6 @@ def test_a_start_looks_at_the_roles_while_it_publishes(run):
 
     began_s = time.monotonic()
     with pytest.raises(NodeLost, match="trainer ended with code 3"):
-        up._publish(run.client, wait)
+        up.publish_first(run.client, wait)
     assert time.monotonic() - began_s < 3 * LOOK_S
     assert set(said) == {"publishing m@0"}

@@ -32,6 +32,7 @@ from orchestrator.protocol.messages import (
     forward_specs,
 )
 from orchestrator.protocol.node_link import NodeLink
+from orchestrator.storage import retention
 from orchestrator.trainer_memory import TrainerMemory
 from splice.client.clients import AsyncSpliceClient
 from tests.orchestrator.fake_nodes import FakeTrainer, soon
@@ -462,6 +463,22 @@ def test_versions_that_are_not_kept_go_but_never_the_one_served(tmp_path):
         run.client.publish()
         last = [m for m in trainer.messages if hasattr(m, "delete_after")][-1]
         assert [d.rpartition("/")[2] for d in last.delete_after] == ["2", "3"]
+
+
+def test_a_version_that_a_client_keeps_stays(tmp_path):
+    with Run(tmp_path) as run:
+        object.__setattr__(run.config, "keep_versions", 2)
+        trainer = run.trainer()
+        run.replica(trainer)
+        run.client.run(InitialSync())
+        retention.keep(run.config.run_dir, [0])
+        for _ in range(3):
+            run.client.run(JOB, buffers=BUFFERS)
+        retention.keep(run.config.run_dir, [])
+        run.client.publish()
+        saves = [m for m in trainer.messages if hasattr(m, "delete_after")]
+        gone = [[d.rpartition("/")[2] for d in m.delete_after] for m in saves]
+        assert gone == [[], [], [], ["1"], ["0", "1", "2"]]
 
 
 def test_configurations_that_lose_what_is_served(tmp_path):

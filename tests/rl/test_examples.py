@@ -7,11 +7,12 @@ import runpy
 
 import pytest
 
-from splice.client.run_file import load
 from splice.rl import decisions
 from splice.rl.checker import check
-from tests.e2e.conftest import ROOT
-from tests.rl.conftest import tiny_cluster
+from tests.e2e.commands import splice
+from tests.e2e.conftest import INFERENCE_PYTHON, ROOT
+from tests.hub_cache import make_cache
+from tests.rl.conftest import CHAT, tiny_cluster
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -87,22 +88,32 @@ def test_a_loss_of_ones_own(models, tmp_path, monkeypatch, capfd):
 # ---------------------------------------------------------------- GSM8K
 
 
-def test_gsm8k_up_to_the_download(cluster, loop_dir, tmp_path, capfd):
-    problems = tmp_path / "problems.jsonl"
-    problems.write_text(
-        '{"question": "Two and two?", "answer": "2 + 2 = <<2+2=4>>4\\\\n#### 4"}\n' * 4
-    )
-    run_dir, small = cluster.run.run_dir, ["--groups", 2, "--group-size", 2, "--steps", 2]
-    files = ["--train", problems, "--test", problems, "--held-out", 1, "--max-tokens", 8]
-    run(example("gsm8k"), run_dir, *small, *files, "--evaluate-every", 2)
-    assert found_in(run_dir, loop_dir).steps == 2
-    assert "held out: 0.000" in capfd.readouterr().out
+@pytest.fixture
+def hub(models, tmp_path, monkeypatch) -> None:
+    """A stand-in for the download: a tiny model as the hub's cache would have it."""
+    make_cache(models["qwen3"], tmp_path / "hub", repo="models--Qwen--Qwen3-8B")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def test_gsm8ks_numbers_and_configuration():
-    train = example("gsm8k")
-    number = train["final_number"]
+def test_gsm8k_whole_but_for_the_download(hub, tmp_path):
+    problems, file = tmp_path / "problems.jsonl", tmp_path / "mine" / "run.toml"
+    options = ["--gpus", "", "--inference-python", INFERENCE_PYTHON]
+    splice("init", file.parent, "--recipe", "gsm8k-8b", *options)
+    problems.write_text('{"question": "Two and two?", "answer": "2 + 2 = 4\\\\n#### 4"}\n' * 4)
+    smaller = ["inference.cpu_kv_cache_gb=0.1", f"run_dir={tmp_path / 'run'}"]
+    smaller += ["trainer.admission=skip", f'inference.extra_args=["--chat-template", "{CHAT}"]']
+    smaller += [f"data.path={problems}", f"eval.path={problems}", "eval.rows=1"]
+    smaller += ["loop.steps=2", "loop.groups_per_step=2", "loop.group_size=2"]
+    smaller += ["sampling.max_tokens=8"]
+    options = [part for value in smaller for part in ("--set", value)]
+    assert splice("config", "check", file, *options) == "ok\n"
+    said = splice("train", file, *options)
+    assert "evaluation after step 2: eval_reward 0.000" in said and "policy@2" in said
+    assert found_in(tmp_path / "run", "loop").steps == 2
+
+
+def test_gsm8ks_numbers():
+    number = runpy.run_path(str(ROOT / "splice/recipes/gsm8k.py"))["final_number"]
     assert number("so 1,200 eggs\n#### 1,200") == 1200.0 and number("#### -3.5") == -3.5
     assert number("the answer is 7") is None and number("#### 1 ... #### 2") == 2.0
-    loaded = load(ROOT / "examples/gsm8k/run.toml")
-    assert loaded.name == "qwen3-8b" and loaded.device == "cuda"

@@ -155,6 +155,8 @@ def test_damaged_files_are_named(tmp_path, capsys):
         ({"config": {"steps": 3}}, "config is a LoopConfig, not dict"),
         ({"loss": "grpo"}, "loss is a LossSpec, not str"),
         ({"reward": 3}, "is no function"),
+        ({"reward": [reward, reward]}, r"trl_reward\(first, second, weights="),
+        ({"optim": 1e-5}, r"not float: OptimParams\(lr=1e-5\)"),
     ],
 )
 def test_wrong_arguments(tmp_path, more, message):

@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from splice.client.run_file import load
+from splice.cluster.kubernetes import manifest
 from tests.splice.hosts_file import FILE
 
 JOBSET = {
@@ -50,6 +52,18 @@ def check(value, schema, path="$"):
         assert isinstance(value, schema), f"{path} is {type(value)}"
 
 
+def test_a_jobset_that_trains_ends_with_its_loop(tmp_path):
+    (tmp_path / "run.toml").write_text(FILE.replace("world_size = 4", "world_size = 2"))
+    images = {"trainer_image": "t:1", "inference_image": "i:1", "claim": "c"}
+    text = manifest(load(tmp_path / "run.toml"), **images, data_folder=tmp_path)
+    _, jobset = json.loads(text)["items"]
+    assert jobset["spec"]["successPolicy"]["targetReplicatedJobs"] == ["loop"]
+    loop = jobset["spec"]["replicatedJobs"][-1]
+    (container,) = loop["template"]["spec"]["template"]["spec"]["containers"]
+    assert loop["name"] == "loop" and container["image"] == "t:1"
+    assert f"--join --data-folder {tmp_path}" in container["command"][-1]
+
+
 def test_the_manifest_has_what_a_jobset_needs_and_no_token(tmp_path):
     text = FILE.replace("world_size = 4", "world_size = 2")
     (tmp_path / "run.toml").write_text(text)
@@ -81,6 +95,9 @@ def test_the_manifest_has_what_a_jobset_needs_and_no_token(tmp_path):
         assert bool(keys) == (container["name"] != "orchestrator")
         secret = env["SPLICE_RUN_TOKEN"]["valueFrom"]["secretKeyRef"]
         assert secret == {"name": "tiny-token", "key": "token"}
+    requests = {n: c["resources"]["requests"] for n, c in containers.items()}
+    assert requests["trainer"] == {"cpu": "16", "memory": "128Gi"}
+    assert requests["orchestrator"] == {"cpu": "2", "memory": "8Gi"}
     for job in jobs:
         pod = job["template"]["spec"]["template"]["spec"]
         volumes = {volume["name"]: volume for volume in pod["volumes"]}

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from orchestrator.errors import ConfigError
-from splice.client.run_file import load
-from splice.cluster import slurm
+from orchestrator.protocol.topology import check_topology
+from splice.client.run_file import find_run, load, load_as
+from splice.cluster import keys, slurm
+from splice.train.sections import TrainFile
 from tests.splice.hosts_file import FILE
 
 STAND_IN = """#!/bin/bash
@@ -23,6 +29,29 @@ esac
 [ "$name" = scontrol ] && echo host0
 [ "$name" = sbatch ] && echo "Submitted batch job 7"
 exit 0
+"""
+
+
+ROOT = Path(__file__).parents[2]
+MOE = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 48,
+    "num_experts": 128,
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+}
+"""Qwen3-30B-A3B's sizes."""
+TRAINING = """
+[data]
+path = "rows.jsonl"
+[loop]
+reward = "rewards.py:right"
+[eval]
+path = "rows.jsonl"
+rows = 2
 """
 
 
@@ -64,6 +93,8 @@ def test_each_role_is_a_step_with_its_gpus_and_log(path, environment, tmp_path):
     ]
     assert " serve " in by_role["orchestrator"] and "--overlap" in by_role["orchestrator"]
     assert "--nodes=2 " in by_role["trainer"] and "--gpus-per-node=2" in by_role["trainer"]
+    assert "--exact" in by_role["trainer"] and "--cpus-per-task=16" in by_role["trainer"]
+    assert "#SBATCH --cpus-per-task=32" in text, "of a whole host"
     assert "--node-rank $SLURM_NODEID" in by_role["trainer"]
     assert "--set trainer.host=$HEAD" in by_role["trainer"], "that of rank 0, on each host"
     for index, host in enumerate((2, 2, 3)):
@@ -99,6 +130,26 @@ def test_a_living_run_keeps_its_endpoint(path, environment, tmp_path):
     assert len((tmp_path / "calls").read_text().splitlines()) == 1, "no node was started"
 
 
+@pytest.mark.parametrize(("code", "ends_with"), [(0, 0), (2, 2)])
+def test_the_job_ends_with_its_loop(code, ends_with, path, environment, tmp_path):
+    """Whose file has what it trains; its data stays relative to where it was."""
+    path.write_text(path.read_text() + TRAINING)
+    run = load_as(TrainFile, path)
+    script = slurm.write_script(run, gpus_per_host=4, data_folder=path.parent)
+    stand_in = (tmp_path / "srun").read_text().replace("exit 0", f"exit {code}")
+    (tmp_path / "srun").write_text(stand_in.replace("sleep 2", f"sleep {2 if code == 0 else 20}"))
+    began_s = time.monotonic()
+    done = subprocess.run(["bash", script], env=environment, check=False, timeout=30)
+    assert done.returncode == ends_with
+    assert time.monotonic() - began_s < 15, "without waiting for the orchestrator"
+    (loop,) = [c for c in (tmp_path / "calls").read_text().splitlines() if "--job-name=loop" in c]
+    assert " train " in loop
+    assert "--overlap" in loop and "--join --data-folder" in loop
+    assert f"SPLICE_CURVE_DIR='{path.parent}/keys/client'" in loop
+    again = load_as(TrainFile, run.run_dir / slurm.FILE)
+    assert (again.data, again.loop, again.eval) == (run.data, run.loop, run.eval)
+
+
 def test_a_dry_run_does_not_submit(path, environment, tmp_path):
     argv = [sys.executable, "-m", "splice", "up", str(path), "--on", "slurm", "--json"]
     options = {"env": environment, "capture_output": True, "text": True, "timeout": 60}
@@ -110,6 +161,55 @@ def test_a_dry_run_does_not_submit(path, environment, tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["submitted"] == "Submitted batch job 7"
     assert (tmp_path / "calls").read_text().startswith("sbatch ")
+    assert (path.parent / "keys" / "inference-2" / "server.key").is_file(), "made before"
+    shutil.rmtree(path.parent / "keys" / "inference-2")
+    done = subprocess.run([*argv, "--dry-run"], **options)
+    assert done.returncode == 2 and "inference-2 has no key inference.inference-2" in done.stderr
+
+
+def test_a_file_for_one_host_gets_an_endpoint_and_keys(path):
+    text = path.read_text()
+    path.write_text(text.replace('endpoint = "tcp://0.0.0.0:40001"', "").replace("curve_dir", "#"))
+    run = keys.provide(load(path))
+    assert run.orchestrator.endpoint == "tcp://0.0.0.0:40001"
+    assert run.orchestrator.curve_dir == run.run_dir / "keys" / "orchestrator"
+    names = {folder.name for folder in (run.run_dir / "keys").iterdir()}
+    assert names == {"orchestrator", "trainer", "client", *(f"inference-{i}" for i in range(3))}
+    assert keys.provide(load(path)) == run, "the same keys again"
+    (run.run_dir / "endpoint").write_text("tcp://127.0.0.1:1")
+    (run.run_dir / "token").write_text("t" * 16)
+    assert "curve" in find_run(run.run_dir), "clients find theirs"
+
+
+def test_the_file_for_eight_hosts_in_the_docs(tmp_path):
+    page = (ROOT / "docs/hosts.md").read_text()
+    (block,) = [b for b in re.findall(r"```toml\n(.*?)```", page, re.S) if "[data]" in b]
+    (tmp_path / "run.toml").write_text(block)
+    run = keys.spread(load_as(TrainFile, tmp_path / "run.toml"))
+    text = slurm.script(run, gpus_per_host=8, data_folder=tmp_path)
+    assert "#SBATCH --nodes=8" in text and "#SBATCH --cpus-per-task=64" in text
+    assert "--nodes=4 --ntasks=4" in text and "--relative=7" in text
+    check_topology(run.trainer_config(), MOE)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "inference", "expected"),
+    [
+        ("8", "8", (tuple(range(8)), tuple(range(8, 16)))),
+        ("[1]", "2", ((1,), (0, 2))),
+        ("2", "[4, 5]", ((0, 1), (4, 5))),
+    ],
+)
+def test_gpus_as_a_number(trainer, inference, expected, tmp_path):
+    path = tmp_path / "run.toml"
+    tensor = len(expected[1])
+    path.write_text(
+        f'name = "t"\nmodel = "m"\n[trainer]\ngpus = {trainer}\n'
+        f"parallel.world_size = {len(expected[0])}\n"
+        f"[inference]\ntensor_parallel = {tensor}\ngpus = {inference}\n"
+    )
+    run = load(path)
+    assert (run.trainer.gpus, run.inference.gpus) == expected and run.device == "cuda"
 
 
 @pytest.mark.parametrize(

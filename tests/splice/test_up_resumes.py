@@ -35,7 +35,7 @@ def run(tmp_path):
 def test_a_new_run_gets_its_first_version_and_a_served_one_nothing(run):
     said = []
     for _ in range(2):
-        up._publish(run.client, said.append)
+        up.publish_first(run.client, said.append)
     assert said == ["publishing m@0"] and run.client.status().version == 0
 
 
@@ -50,7 +50,7 @@ def test_after_a_publication_that_failed_no_version_is_made_anew(run, was_served
         run.client.run(job, buffers=buffers, timeout_s=30)
     assert run.client.status().version is None
     run.fake_replica.script.clear()
-    up._publish(run.client, lambda _: None)
+    up.publish_first(run.client, lambda _: None)
     assert run.client.status().version == 0
     assert run.fake_replica.live == [10, 20, 30], "version 0's own weights"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -15,7 +16,7 @@ from pyarrow import parquet
 from orchestrator.errors import ConfigError
 from splice.client.batches import Completion
 from splice.client.run_file import load, load_as
-from splice.train.command import Plan, plan
+from splice.train.command import Plan, plan, step_text
 from splice.train.sections import TrainFile
 
 ROWS = [{"question": "1 + 1", "answer": "2"}, {"question": "2 + 3", "answer": "5"}]
@@ -76,7 +77,26 @@ def test_rows_become_prompts_and_steps_are_one_pass(folder: Path) -> None:
     assert [row["prompt"] for row in made.rows] == ["1 + 1 =", "2 + 3 ="]
     assert made.rows[0]["answer"] == "2" and made.steps == 1
     assert made.run.loss.name == "truncated_importance_sampling"
-    assert made.reward(made.rows[0], answer("it is 2")) == 1.0
+    assert made.reward is not None and made.reward(made.rows[0], answer("it is 2")) == 1.0
+
+
+def test_passes_over_the_rows(folder: Path) -> None:
+    assert planned(folder, "loop.passes=3").steps == 3
+    assert planned(folder, "loop.passes=3", "loop.steps=2").steps == 2
+    said = step_text(planned(folder, "sampling.max_tokens=100"))
+    assert said == (
+        "2 rows, 1 steps of 2 prompts with 8 answers each: at most 100 tokens in an answer, and "
+        "1,600 in a step"
+    )
+
+
+@pytest.mark.parametrize("reward", ["right", "brief", "judged"])
+def test_an_answer_that_is_cut_off_costs(folder: Path, reward: str) -> None:
+    plain = planned(folder, f"loop.reward=rewards.py:{reward}")
+    made = planned(folder, f"loop.reward=rewards.py:{reward}", "loop.overlong_penalty=0.25")
+    whole = asyncio.run(_of(plain))
+    assert asyncio.run(_of(made)) == whole
+    assert asyncio.run(_of(made, finish_reason="length")) == whole - 0.25
 
 
 def test_a_run_without_training_reads_the_same_file(folder: Path) -> None:
@@ -105,6 +125,11 @@ def test_other_files(folder: Path, suffix: str) -> None:
     assert planned(folder, f"data.path=rows.{suffix}").rows == planned(folder).rows
 
 
+def test_rows_of_a_function(folder: Path) -> None:
+    (folder / "rewards.py").write_text(f"{REWARDS}\ndef rows(): return iter({ROWS})")
+    assert planned(folder, "data.path=rewards.py:rows").rows == planned(folder).rows
+
+
 def test_datasets_by_folder_and_split(folder: Path) -> None:
     made = datasets.DatasetDict({"test": datasets.Dataset.from_list(ROWS)})
     made["test"].save_to_disk(folder / "saved")
@@ -117,8 +142,9 @@ def test_datasets_by_folder_and_split(folder: Path) -> None:
         planned(folder, "data.path=hub")
 
 
-async def _of(made: Plan) -> float:
-    given = made.reward(made.rows[0], answer("2"))
+async def _of(made: Plan, *, finish_reason: str = "stop") -> float:
+    assert made.reward is not None
+    given = made.reward(made.rows[0], replace(answer("2"), finish_reason=finish_reason))
     return float(given if isinstance(given, float) else await given)
 
 
@@ -140,17 +166,21 @@ def test_rewards_of_trl_coroutines_and_sums(folder: Path, reward: str, value: fl
         ("data.path=absent.jsonl", "cannot read .*absent.jsonl: No such file"),
         ("data.prompt={questoin}", r"row 1 does not fit prompt.*questoin.*'answer', 'question'"),
         ("data.path=rows.toml", "is no file of .jsonl.*datasets|cannot be loaded"),
+        ("data.path=rewards.py:absent", "no such function"),
+        ("data.path=rewards.py:right", "rewards.py:right gives no rows: TypeError"),
         ("data.pth=x", "data.pth.*did you mean.*path"),
         ("loop.reward=rewards.py", 'write "file.py:function"'),
         ("loop.reward=reward.py:right", "there is no file .*reward.py"),
         ("loop.reward=rewards.py:wright", "no such function; the module has .*right"),
         ("loop.reward=rewards.py:number", "first row and an empty answer: ValueError"),
         ("loop.reward=rewards.py:endless", "gives inf for the first row"),
+        ('loop.reward=["rewards.py:right", "rewards.py:brief"]', 'write reward = { "rewards.py:ri'),
         ("loop.learning_rate=1e-5", "loop.learning_rate.*optim"),
         ("loop.grup_size=4", "loop.grup_size.*did you mean.*group_size"),
         ("optim.schedule=cosin", "optim.schedule.*cosine"),
         ("sampling.max_new_tokens=4", "sampling.max_new_tokens.*max_tokens"),
         ("loss.name=gppo", "no loss .gppo.; did you mean"),
+        ("sampling.max_tokens=512", "leave no room for a prompt: inference.max_model_len is 512"),
         ("evl.every=3", "evl.*did you mean.*eval"),
     ],
 )

@@ -87,7 +87,7 @@ def lost_moments(trainer: Trainer, folder: Path) -> Lost | None:
         generations.check_contents(folder, part=dist.get_rank(), parts=dist.get_world_size())
         meta = json.loads((folder / "meta.json").read_text())
         _check_meta(folder, meta, identity(model) | {"lora": meta.get("lora")})
-        _check_base(folder, meta, model)
+        check_base(folder, meta, model)
     made = meta["remake"]
     return Lost(
         base=Path(os.path.normpath(folder / made["base"])),
@@ -133,7 +133,7 @@ def load(
     with agree_on(model.control_group, f"reading {folder}"):
         meta = json.loads((folder / "meta.json").read_text())
         _check_meta(folder, meta, identity(model) | {"lora": meta.get("lora")})
-        _check_base(folder, meta, model)
+        check_base(folder, meta, model)
     dropped, present = trainer.pending.num_batches, model.config.lora
     other = _other_adapter(trainer, meta.get("lora"))
     adapters = model.adapters if other is None else other.adapter.adapters
@@ -185,7 +185,7 @@ def load(
             pack_size.remember(trainer, meta.get("micro_batch_tokens"))
         trainer.num_steps, trainer.num_skipped_steps = counters["steps"], counters["skipped_steps"]
         trainer.steps_since_sent = 0
-        model.adapters.rounding = _rounding(trainer, meta)
+        model.adapters.rounding = rounding_of(trainer, meta)
         trainer.on_disk = on_disk(folder, meta) if with_moments else None
     trainer.is_unknown = False
     switched = switch_note(folder, present, model.config.lora)
@@ -199,7 +199,7 @@ def load(
     )
 
 
-def _rounding(trainer: Trainer, meta: Mapping[str, Any]) -> Rounding:
+def rounding_of(trainer: Trainer, meta: Mapping[str, Any]) -> Rounding:
     """How the checkpoint's version was merged: sent again, it must have the same bytes. Older
     trainers rounded to nearest."""
     saved = meta.get("rounding")
@@ -264,7 +264,7 @@ def _check_meta(folder: Path, meta: Mapping[str, Any], wanted: Mapping[str, Any]
             )
 
 
-def _check_base(folder: Path, meta: Mapping[str, Any], model: Model) -> None:
+def check_base(folder: Path, meta: Mapping[str, Any], model: Model) -> None:
     """Refuse adapters of other weights. Older checkpoints do not name theirs."""
     saved, present = meta.get("base"), base_of_adapters(model)
     if saved is not None and present is not None and saved != present:

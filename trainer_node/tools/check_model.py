@@ -45,9 +45,10 @@ import torch
 from safetensors import safe_open
 
 from orchestrator.errors import ConfigError, SpliceError
+from orchestrator.protocol import hub
 from orchestrator.protocol.config import TrainerConfig, check_model_folder
 from orchestrator.protocol.messages import LossSpec
-from trainer_node.hf import fp8_blocks, hub, language_part
+from trainer_node.hf import fp8_blocks, language_part
 from trainer_node.hf.checkpoint import ERRORS, auto_config, tensor_files
 from trainer_node.tools import admission
 from trainer_node.tools.make_checkpoint import VOCAB_SIZE, write_tokenizer

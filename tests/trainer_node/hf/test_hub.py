@@ -5,7 +5,6 @@ two hosts, as far as one host can show.
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,36 +13,19 @@ import numpy as np
 import torch
 
 from orchestrator.protocol.config import ParallelConfig
+from orchestrator.protocol.hub import is_hub_id
 from orchestrator.protocol.messages import Forward, forward_specs
+from tests.hub_cache import COMMIT, make_cache
 from tests.orchestrator.run import Run
 from tests.trainer_node import bounds
 from tests.trainer_node.conftest import REPO, child_env
 from tests.trainer_node.data import arrays
 from tests.trainer_node.launched import ranks, trainer
-from trainer_node.hf.hub import is_hub_id
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-def make_cache(model: Path, cache: Path, *, name: str = "dense") -> Path:
-    """`models--tiny--<name>` with one revision; returns its snapshot folder."""
-    repo = cache / f"models--tiny--{name}"
-    snapshot = repo / "snapshots" / COMMIT
-    snapshot.mkdir(parents=True)
-    (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text(COMMIT)
-    (repo / "blobs").mkdir()
-    for number, file in enumerate(sorted(model.iterdir())):
-        blob = repo / "blobs" / f"{number:064x}"
-        shutil.copy(file, blob)
-        (snapshot / file.name).symlink_to(blob)
-    return snapshot
-
 
 FETCH = """
 import json, sys
 from pathlib import Path
-from trainer_node.hf.hub import fetch
+from orchestrator.protocol.hub import fetch
 for model in sys.argv[1:]:
     try:
         print(json.dumps(str(fetch(Path(model)))))
@@ -69,8 +51,8 @@ def fetch(*models: str, cache: Path, **env: str) -> list[str]:
 
 
 def test_out_of_the_cache(models, tmp_path: Path) -> None:
-    snapshot = make_cache(models["dense_tied"], tmp_path)
-    partial = make_cache(models["dense_tied"], tmp_path, name="partial")
+    snapshot = make_cache(models["dense_tied"], tmp_path, repo="models--tiny--dense")
+    partial = make_cache(models["dense_tied"], tmp_path, repo="models--tiny--partial")
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
     (partial / "model.safetensors.index.json").write_text(json.dumps(index))
     asked = ("tiny/dense", f"tiny/dense@{COMMIT}", "tiny/other", "tiny/partial")
@@ -106,7 +88,7 @@ def test_two_hosts_a_hub_id_and_a_prefix(models, tmp_path: Path, monkeypatch) ->
     """
     from tests.trainer_node.tiny import hf_model
 
-    make_cache(models["dense_tied"], tmp_path / "cache")
+    make_cache(models["dense_tied"], tmp_path / "cache", repo="models--tiny--dense")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     values = arrays()

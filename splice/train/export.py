@@ -1,0 +1,160 @@
+"""Takes a version out of a run, whether it is up or stopped: as an adapter or a whole HF model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from orchestrator.errors import ConfigError, SpliceError
+from orchestrator.processes.python import python_command, python_environment
+from splice.client.clients import SpliceClient
+from splice.client.run_file import FILE_NAME, RUN_JSON, RunFile, load
+from splice.cluster import up
+from splice.rl import evaluations
+
+_FILES = (RUN_JSON, "slurm.json", "ray.json")
+"""What `splice up` and the launchers write into a run's folder."""
+_PUSH = """
+import sys
+from huggingface_hub import HfApi
+folder, repo, private = sys.argv[1:]
+api = HfApi()
+try:
+    api.create_repo(repo, private=private == "True", exist_ok=True)
+    print(api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload by splice"))
+except Exception as error:
+    sys.exit(f"{type(error).__name__}: {error}".partition("\\n")[0])
+"""
+
+
+def run_of(path: Path) -> RunFile:
+    """Return the run that the user means: by its run.toml, that one's folder, or its own folder.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if path.is_file() or (path / FILE_NAME).is_file():
+        return load(path)
+    for name in _FILES:
+        if (path / name).is_file():
+            return load(path / name)
+    raise ConfigError(f"{path} is neither a {FILE_NAME}, nor holds one, nor is a run's folder")
+
+
+def version_of(run_dir: Path, wanted: str) -> int:
+    """Return the number of a version on disk.
+
+    Args:
+        wanted: a number, "best" (by the run's evaluations) or "latest".
+
+    Raises:
+        ConfigError: there is none; says which there are.
+    """
+    folders = (run_dir / "versions").glob("[0-9]*")
+    found = sorted(int(path.name) for path in folders if (path / "COMPLETE").exists())
+    if not found:
+        raise ConfigError(f"no version is on disk in {run_dir / 'versions'}")
+    if wanted == "latest":
+        return found[-1]
+    if wanted == "best":
+        if (best := evaluations.best(run_dir)) is None:
+            raise ConfigError(
+                f"no version that is on disk in {run_dir / 'versions'} was evaluated; set "
+                "eval.keep_best, or name a version"
+            )
+        return best.version
+    if not wanted.isdigit() or int(wanted) not in found:
+        raise ConfigError(
+            f"--version {wanted}: on disk are {', '.join(map(str, found))}; or say best or latest. "
+            "orchestrator.keep_versions and eval.keep_best keep more"
+        )
+    return int(wanted)
+
+
+def adapter(run: RunFile, version: int, out: Path) -> None:
+    """Copy a version's adapter, in PEFT's files, into a new folder.
+
+    Raises:
+        ConfigError: the folder exists, or the run trains all parameters.
+    """
+    source = run.run_dir / "versions" / str(version) / "adapter"
+    if not source.is_dir():
+        raise ConfigError(f"version {version} has no adapter: the run trains all weights; use --hf")
+    _refuse(out)
+    part = out.with_name(f"{out.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    shutil.copytree(source, part)
+    part.replace(out)
+
+
+def model(run: RunFile, version: int, out: Path, *, device: str) -> None:
+    """Write a version as a whole HF model into a new folder. A run that serves the version does it
+    itself; of others the trainer's environment makes one rank.
+
+    Raises:
+        ConfigError: the folder exists, or the version is none of the model; says why.
+    """
+    _refuse(out)
+    if _is_served(run, version):
+        with SpliceClient.of_run(run.run_dir) as client:
+            client.export_hf(str(out.absolute()))
+        return
+    config = run.trainer_config().model_dump_json()
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(config)
+        file.flush()
+        folder = run.run_dir / "versions" / str(version)
+        argv = ["--config", file.name, "--version", str(folder), "--out", str(out.absolute())]
+        _in_trainer(
+            run, "-m", "trainer_node.tools.export_version", *argv, "--device", device,
+            what=f"version {version} cannot be exported",
+        )  # fmt: skip  # a command
+
+
+def push(run: RunFile, folder: Path, repo: str, *, private: bool) -> str:
+    """Upload a folder to the Hub; returns the URL.
+
+    Raises:
+        ConfigError: the Hub refuses; says why.
+    """
+    return _in_trainer(
+        run, "-c", _PUSH, str(folder), repo, str(private),
+        what=f"{folder} is written, but could not be pushed to {repo}",
+        remedy="; set HF_TOKEN to a token that may write there (`hf auth login`)",
+    )  # fmt: skip  # a command
+
+
+def _refuse(out: Path) -> None:
+    if out.exists():
+        raise ConfigError(f"{out} exists; choose a new folder")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder {out.absolute().parent}")
+
+
+def _is_served(run: RunFile, version: int) -> bool:
+    """Whether a living trainer has the version, and nothing newer."""
+    if not up.is_alive(up.read_state(run.run_dir)):
+        return False
+    try:
+        with SpliceClient.of_run(run.run_dir) as client:
+            status = client.status()
+    except (SpliceError, TimeoutError):
+        return False
+    return status.version == version and not status.apart
+
+
+def _in_trainer(run: RunFile, *arguments: str, what: str, remedy: str = "") -> str:
+    done = subprocess.run(
+        python_command(run.trainer.python, *arguments),
+        env=python_environment(os.environ),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = (done.stderr if done.returncode else done.stdout).strip().splitlines() or [""]
+    if done.returncode:
+        raise ConfigError(f"{what}: {said[-1]}{remedy}")
+    return said[-1]

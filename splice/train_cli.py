@@ -1,0 +1,212 @@
+"""The commands of `splice` that train from one file."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from orchestrator.errors import ConfigError, SpliceError
+from orchestrator.processes.logs import log_to_stderr
+from orchestrator.protocol.config import Device
+from splice.client.run_file import R, folder_of, load_as, stop_command
+from splice.cluster import up
+from splice.cluster.elsewhere import Elsewhere
+from splice.run_cli import (
+    UP_TIMEOUT_S,
+    Claim,
+    CpusPerGpu,
+    DryRun,
+    FileArgument,
+    GpusPerHost,
+    InferenceImage,
+    MemoryPerGpu,
+    On,
+    Overrides,
+    RayAddress,
+    Sbatch,
+    TimeoutS,
+    TrainerImage,
+    say_submitted,
+)
+
+if TYPE_CHECKING:
+    from splice.train.sections import TrainFile
+
+app = typer.Typer()
+KeepUp = Annotated[bool, typer.Option("--keep-up", help="Leave the run up at the end, serving.")]
+_HERE = Path()
+
+
+@app.command()
+def train(
+    file: FileArgument = _HERE,
+    overrides: Overrides = None,
+    keep_up: KeepUp = False,
+    timeout_s: TimeoutS = UP_TIMEOUT_S,
+    on: On = "host",
+    dry_run: DryRun = False,
+    gpus_per_host: GpusPerHost = 8,
+    cpus_per_gpu: CpusPerGpu = 8,
+    memory_per_gpu: MemoryPerGpu = 64,
+    sbatch: Sbatch = "",
+    ray_address: RayAddress = "auto",
+    trainer_image: TrainerImage = "",
+    inference_image: InferenceImage = "",
+    claim: Claim = "splice-run",
+    join: Annotated[
+        bool, typer.Option("--join", help="Train a run whose roles others start, and end it.")
+    ] = False,
+    data_folder: Annotated[
+        Path | None, typer.Option(help="Folder to which data and rewards are relative.")
+    ] = None,
+) -> None:
+    """Train what a run.toml says, from checks to the adapter. The same command continues.
+
+    On Slurm, Ray or Kubernetes the loop is one of the roles: it publishes @0, trains, and ends the
+    run. `splice logs loop` shows its progress.
+    """
+    from splice.train.sections import TrainFile
+
+    run = _loaded(TrainFile, file, overrides)
+    elsewhere = None
+    if on != "host" or dry_run:
+        elsewhere = Elsewhere(
+            on=on,
+            dry_run=dry_run,
+            gpus_per_host=gpus_per_host,
+            cpus_per_gpu=cpus_per_gpu,
+            memory_per_gpu=memory_per_gpu,
+            sbatch=sbatch,
+            ray_address=ray_address,
+            trainer_image=trainer_image,
+            inference_image=inference_image,
+            claim=claim,
+        )
+    folder = (data_folder or folder_of(file)).absolute()
+    _run(run, folder, elsewhere, keep_up=keep_up, join=join, timeout_s=timeout_s)
+
+
+@app.command()
+def sft(
+    file: FileArgument = _HERE,
+    overrides: Overrides = None,
+    keep_up: KeepUp = False,
+    timeout_s: TimeoutS = UP_TIMEOUT_S,
+) -> None:
+    """Train on given answers: rows with `prompt` and `completion`, or with whole `messages`.
+
+    The file is that of `splice train`, without a reward. The same command continues.
+    """
+    from splice.train.sections import SftFile
+
+    run = _loaded(SftFile, file, overrides)
+    _run(run, folder_of(file), None, keep_up=keep_up, join=False, timeout_s=timeout_s)
+
+
+def _loaded(model: type[R], file: Path, overrides: list[str] | None) -> R:
+    log_to_stderr()
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("splice").setLevel(logging.WARNING)  # the steps are printed
+    return load_as(model, file, overrides or ())
+
+
+def _run(
+    run: TrainFile,
+    folder: Path,
+    elsewhere: Elsewhere | None,
+    *,
+    keep_up: bool,
+    join: bool,
+    timeout_s: float,
+) -> None:
+    """Take all steps here, or have a cluster take them."""
+    from splice.train import command
+
+    made = command.plan(run, folder)
+    said = ""
+
+    def say(text: str) -> None:
+        nonlocal said
+        if text != said:
+            said = text
+            typer.echo(text)
+
+    say(command.step_text(made))
+    if (version := command.done(made)) is None:
+        if elsewhere is not None:
+            state = elsewhere.start(
+                run,
+                resume=True,
+                publish=True,
+                timeout_s=timeout_s,
+                on_wait=say,
+                data_folder=folder,
+            )
+            if elsewhere.on != "ray":
+                say_submitted(state, as_json=False)
+            say(f"splice logs loop --follow --run {run.run_dir}")
+            return
+        try:
+            if join:
+                command.join(run, timeout_s=timeout_s, say=say)
+            else:
+                command.bring_up(run, timeout_s=timeout_s, say=say)
+            asyncio.run(command.train(made, say))
+        except (KeyboardInterrupt, SpliceError) as error:
+            if join:
+                up.stop(run.run_dir)
+            elif up.is_alive(up.read_state(run.run_dir)):
+                end = stop_command(run.run_dir)
+                typer.echo(f"the run is up: the same command continues, `{end}` ends it", err=True)
+            if isinstance(error, KeyboardInterrupt):
+                raise typer.Exit(130) from None
+            raise
+        version = command.done(made)
+        if not keep_up:
+            up.stop(run.run_dir)
+    assert version is not None, "the loop ends after its last step"
+    typer.echo(command.ending(made, version))
+
+
+@app.command()
+def export(
+    run: Annotated[
+        Path, typer.Argument(help="A run.toml, the folder that holds one, or the folder of a run.")
+    ],
+    hf: Annotated[
+        Path | None, typer.Option(help="New folder for the whole model, merged, as HF files.")
+    ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(help="New folder for the adapter, in PEFT's files.")
+    ] = None,
+    version: Annotated[
+        str, typer.Option(help="A number, best (by the run's evaluations) or latest.")
+    ] = "latest",
+    push: Annotated[
+        str, typer.Option(help="USER/NAME of a repository on the Hub, which gets the folder.")
+    ] = "",
+    public: Annotated[bool, typer.Option("--public", help="A new repository is public.")] = False,
+    device: Annotated[
+        Device, typer.Option(help="Where a version that is not served is merged.")
+    ] = "cpu",
+) -> None:
+    """Take a version out of a run that is up or stopped, as an adapter or a whole model."""
+    from splice.train import export as exporting
+
+    if (hf is None) == (adapter is None):
+        raise ConfigError("name one of --hf FOLDER and --adapter FOLDER")
+    of = exporting.run_of(run)
+    number = exporting.version_of(of.run_dir, version)
+    if adapter is not None:
+        exporting.adapter(of, number, adapter)
+    elif hf is not None:
+        exporting.model(of, number, hf, device=device)
+    out = adapter or hf
+    assert out is not None
+    typer.echo(f"{of.name}@{number}: {out.absolute()}")
+    if push:
+        typer.echo(exporting.push(of, out, push, private=not public))

@@ -1,0 +1,89 @@
+"""Writes a version of a run as an HF checkpoint, without the run.
+
+    versions/N + the base model -> one rank builds the model and merges -> FOLDER
+
+The bytes are those that the version was served with. A checkpoint is only read, unless the run
+trains all parameters: then a crash's leftovers are repaired first.
+
+    python -m trainer_node.tools.export_version --config trainer.json --version versions/N --out
+    FOLDER [--device cuda]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import ConfigError, SpliceError
+from orchestrator.protocol.config import TrainerConfig
+from orchestrator.protocol.messages.mistakes import read_json
+from trainer_node.hf.hub import with_local_model
+
+SHARD_BYTES = 5 * 10**9
+
+
+def export_version(config: TrainerConfig, version: Path, out: Path, *, device: str) -> list[str]:
+    """Write the checkpoint; returns its files.
+
+    Args:
+        config: the run's, for any number of ranks.
+
+    Raises:
+        ConfigError: the version is no checkpoint of this model, or `out` cannot be written.
+    """
+    try:
+        meta: dict[str, Any] = json.loads((version / "meta.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{version} is no version's checkpoint: {error}") from error
+    single = {"device": device, "parallel": {}, "transport": "tcp", "numerics": "adapters"}
+    more: dict[str, Any] = {**single, "memory": "resident", "adapter": None}
+    more |= {"finetuning_type": meta["finetuning_type"], "loss_modules": ()}
+    if meta["finetuning_type"] == "lora":
+        more |= {"lora": meta["lora"], "adapter": str(version / "adapter")}
+    own = with_local_model(
+        TrainerConfig.model_validate(config.model_dump() | {"compile": False} | more)
+    )
+    from trainer_node.training.start import start
+
+    trainer = start(own)
+    # Late, because on a CPU Megatron can be imported only after `start`.
+    from trainer_node.export.hf_export import export_hf
+    from trainer_node.export.merged import Exporter
+    from trainer_node.state import loading
+
+    model = trainer.model
+    if meta["finetuning_type"] == "lora":
+        loading.check_base(version, meta, model)
+        model.adapters.rounding = loading.rounding_of(trainer, meta)
+    else:
+        loading.load(trainer, version, with_moments=False)
+    return export_hf(model, Exporter(model), out, shard_bytes=SHARD_BYTES)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer_node.tools.export_version",
+        description=__doc__.partition("\n")[0],
+    )
+    parser.add_argument("--config", type=Path, required=True, help="TrainerConfig as JSON")
+    parser.add_argument("--version", type=Path, required=True, help="folder versions/N of a run")
+    parser.add_argument("--out", type=Path, required=True, help="a new folder")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    given = parser.parse_args(argv)
+    try:
+        config = read_json(given.config, TrainerConfig)
+        files = export_version(config, given.version, given.out, device=given.device)
+    except SpliceError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write(f"{len(files)} files in {given.out}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,6 +17,7 @@ from trainer_node.export.bridge_export import BridgeExport
 from trainer_node.export.fp8_export import Fp8Export
 from trainer_node.export.wire_export import WireExport
 from weight_transfer.chunks import ChunkSender, SendReport
+from weight_transfer.edges import Step, Table
 from weight_transfer.groups import GroupListener, TransferGroup, open_listener
 
 log = logging.getLogger("splice.trainer")
@@ -32,6 +33,16 @@ class Chunks:
     manifest: Manifest
     order: Sequence[Sequence[int]]
     export: Export
+
+    @property
+    def steps(self) -> Sequence[Step] | None:
+        """What every rank sends to each worker. None: rank 0 sends whole chunks."""
+        return self.export.steps if isinstance(self.export, WireExport) else None
+
+    @property
+    def tables(self) -> Sequence[Table]:
+        """What each worker receives, if every rank sends."""
+        return self.export.tables if isinstance(self.export, WireExport) else ()
 
 
 class Transfer:
@@ -202,6 +213,7 @@ class Transfer:
                     chunks=chunks.order,
                     fill=chunks.export.fill,
                     resident=chunks.export.resident,
+                    steps=chunks.steps,
                     device=self._device,
                 )
             return self._sender

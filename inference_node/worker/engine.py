@@ -289,7 +289,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         update = self.plan.update
         if update is None or self._group is None:
             raise TransferError(NOT_PLANNED)
-        nbytes = update.manifest.nbytes
+        nbytes = update.nbytes
         refusal = shadow.why_not(
             nbytes, free_bytes=shadow.free_bytes(self.device), budget_bytes=request.budget_bytes
         )
@@ -301,6 +301,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
             self._shadow = shadow.Shadow(
                 manifest=update.manifest,
                 chunks=update.chunks,
+                steps=update.steps,
                 device=self.device,
                 stream=self._shadow_stream,
             )

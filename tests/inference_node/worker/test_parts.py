@@ -6,7 +6,7 @@ tensor-parallel ranks.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import torch
 from inference_node.server import all_workers
 from inference_node.shared.reports import WorkerDigests
 from inference_node.shared.watchdog import Watchdog
-from inference_node.worker import direct, placement
+from inference_node.worker import chunk_plan, direct, placement
 from inference_node.worker.direct import DirectReceiver
 from inference_node.worker.placement import ParamFormat, PlacementPlan, Region
 from inference_node.worker.shadow import Shadow
@@ -181,13 +181,13 @@ class Replica:
         self.plans = [w.plan(self.manifest) for w in self.workers]
         lives = [w.live | {(k, "weight"): "packed" for k in packed_layers} for w in self.workers]
         self.reload = placed_together(self.manifest, self.plans, lives)
-        self.chunks = direct.plan_chunks(self.manifest, reload=self.reload)
+        self.chunks = chunk_plan.plan_chunks(self.manifest, reload=self.reload)
         self.receivers = [self.receiver(p, live) for p, live in zip(self.plans, lives, strict=True)]
         loaded = [placement.local_findings(p, self.manifest).loaded for p in self.plans]
         self.arriving = [i for c in self.chunks if c.kind != "reload" for i in c.tensors]
         self.arrivals = all_workers.Arrivals(self.manifest, self.arriving, loaded)
 
-    def receiver(self, plan: PlacementPlan, live: direct.Live) -> DirectReceiver:
+    def receiver(self, plan: PlacementPlan, live: chunk_plan.Live) -> DirectReceiver:
         return DirectReceiver(
             chunks=self.chunks,
             manifest=self.manifest,
@@ -219,7 +219,7 @@ class Replica:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "MAX_CHUNK_BYTES", 700)
+    monkeypatch.setattr(chunk_plan, "MAX_CHUNK_BYTES", 700)
 
 
 class Transfer:
@@ -422,12 +422,9 @@ def test_a_wrong_region_of_the_plan_is_found() -> None:
         ("q", {"index_strides": (H - 1, 1)}),
     ):
         replica = Replica()
-        fields = [
-            {f: getattr(r, f) for f in Region.__slots__} | (wrong if r.name == name else {})
-            for r in replica.plans[0].regions
-        ]
+        regions = replica.plans[0].regions
         plan = PlacementPlan(
-            regions=tuple(Region(**f) for f in fields),
+            regions=tuple(replace(r, **wrong) if r.name == name else r for r in regions),
             formats=replica.plans[0].formats,
             covered={},
             sent_dtypes=replica.plans[0].sent_dtypes,
@@ -465,7 +462,7 @@ def test_replicas_must_agree_and_shards_must_cover() -> None:
 def test_the_layout_keeps_families_together_aligned_and_within_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(direct, "MAX_CHUNK_BYTES", 130)
+    monkeypatch.setattr(chunk_plan, "MAX_CHUNK_BYTES", 130)
     layer = "model.layers.{}.mlp.experts.{}.{}.weight"
     names = [
         layer.format(n, e, part) for n in (0, 1) for e in (0, 1) for part in ("gate", "down")
@@ -476,7 +473,7 @@ def test_the_layout_keeps_families_together_aligned_and_within_the_limit(
         )
         for n in names
     ]
-    chunks = direct.plan_chunks(Manifest(tensors=tuple(specs)), reload=[3])
+    chunks = chunk_plan.plan_chunks(Manifest(tensors=tuple(specs)), reload=[3])
     assert [[names[i].removeprefix("model.layers.") for i in c.tensors] for c in chunks] == [
         [
             "0.mlp.experts.0.gate.weight",
@@ -494,13 +491,13 @@ def test_the_layout_keeps_families_together_aligned_and_within_the_limit(
         ["0.mlp.experts.1.down.weight"],
     ]
     mixed = Manifest(tensors=(specs[-1], specs[0]))
-    assert [c.tensors for c in direct.plan_chunks(mixed, reload=[])] == [
+    assert [c.tensors for c in chunk_plan.plan_chunks(mixed, reload=[])] == [
         (1, 0)
     ]  # 10 bytes first would not be aligned
 
 
 def test_the_ring_holds_one_large_tensor_and_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "MAX_CHUNK_BYTES", 100)
+    monkeypatch.setattr(chunk_plan, "MAX_CHUNK_BYTES", 100)
     assert direct.ring_slots([50, 60, 70, 80]) == [0, 1, 0, 1]
     assert direct.ring_slots([300, 50, 60, 300, 300, 10]) == [0, 1, 0, 0, 0, 1]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 MOST_BOXES = 4096
@@ -54,6 +54,18 @@ class Box:
 def matrix(shape: Sequence[int]) -> tuple[int, int]:
     """(height, width) of a tensor seen as a matrix."""
     return (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (math.prod(shape), 1)
+
+
+def overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
+    """Two of the boxes that share an element; None: there are none. Pure."""
+    above: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box.first_row):
+        above = [one for one in above if one.first_row + one.rows > box.first_row]
+        for one in above:
+            if one.overlaps(box):
+                return one, box
+        above.append(box)
+    return None
 
 
 # ------------------------------------------------------------ regions

@@ -206,7 +206,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
             self.reset()
             self.leave_transfer_group()
             raise
-        return update.manifest.nbytes
+        return update.nbytes
 
     def _swap_weights(self, request: SwapWeights, update: WorkerUpdate | None) -> int:
         if self._watchdog is not None:
@@ -222,7 +222,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         except BaseException:
             self.reset()
             raise
-        return update.manifest.nbytes
+        return update.nbytes
 
     def _note_written(self, count: int) -> None:
         self.applied.tensors += count

@@ -12,7 +12,6 @@ Nothing here changes a live tensor.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +31,7 @@ from orchestrator.protocol.messages import (
     fp8_places,
 )
 from weight_transfer import edges
-from weight_transfer.boxes import Box, boxes_of, matrix
+from weight_transfer.boxes import Box, boxes_of, matrix, overlap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +68,7 @@ class WorkerUpdate:
                     or whole
                 )
             boxes = list(dict.fromkeys(boxes))
-            if any(a.overlaps(b) for a, b in itertools.combinations(boxes[:64], 2)):
+            if overlap(boxes) is not None:
                 boxes = whole
             if boxes:
                 found[index] = boxes

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from orchestrator.errors import ManifestError
 from orchestrator.protocol.messages import DTYPE_BYTES, TensorSpec
-from weight_transfer.boxes import Box, matrix
+from weight_transfer.boxes import Box, matrix, overlap
 
 
 class PartitionError(ManifestError):
@@ -131,15 +131,11 @@ def _check_partition(spec: TensorSpec, boxes: Iterable[Box]) -> None:
             raise PartitionError(
                 f"{spec.name}: a rank has {box}, but the tensor ends at [{height}, {width}]"
             )
-    above: list[Box] = []
-    for box in sorted(boxes, key=lambda box: box.first_row):
-        above = [one for one in above if one.first_row + one.rows > box.first_row]
-        for one in above:
-            if one.overlaps(box):
-                raise PartitionError(
-                    f"{spec.name}: elements of {one} are in {box} of another rank as well"
-                )
-        above.append(box)
+    twice = overlap(boxes)
+    if twice is not None:
+        raise PartitionError(
+            f"{spec.name}: elements of {twice[0]} are in {twice[1]} of another rank as well"
+        )
     missing = spec.numel - sum(box.numel for box in boxes)
     if missing:
         raise PartitionError(

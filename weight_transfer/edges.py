@@ -74,7 +74,7 @@ def plan(
     *,
     order: Iterable[int],
     ranks: int,
-    step_bytes: int = STEP_BYTES,
+    step_bytes: int | None = None,
 ) -> Edges:
     """Plan all steps.
 
@@ -82,7 +82,7 @@ def plan(
         holders: for each tensor, who holds what.
         keeps: for each worker, what it keeps.
         order: indices of all tensors, in the order in which they travel.
-        step_bytes: see `STEP_BYTES`.
+        step_bytes: by default `STEP_BYTES`.
 
     Raises:
         ManifestError: no worker keeps an element; names the tensor.
@@ -97,7 +97,7 @@ def plan(
                 if shared is not None:
                     stream = streams.setdefault((rank, workers), [])
                     stream += _rows_of(index, shared, DTYPE_BYTES[specs[index].dtype])
-    return _in_steps(streams, specs, ranks, len(keeps), step_bytes)
+    return _in_steps(streams, specs, ranks, len(keeps), step_bytes or STEP_BYTES)
 
 
 def _owners(

@@ -87,8 +87,9 @@ class Publication:
             request.check_abort()  # it may have come before there was anything to abort
             request.progress("listening", rendezvous=addresses)
 
-        if request.link is not None:
-            self._transfer.open(request.message, on_listening=on_listening)
+        self._transfer.open(
+            request.message, on_listening=on_listening, group=self._model.control_group
+        )
         return Outcome()
 
     def leave_group(self, _: Request[LeaveTransferGroup]) -> Outcome:

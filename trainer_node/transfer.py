@@ -1,21 +1,28 @@
-"""The transfer groups and the sender of rank 0, and the layouts of every rank."""
+"""The transfer groups and the layouts of every rank, and the sender of rank 0."""
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 
-from orchestrator.protocol.messages import Manifest, OpenTransferGroup
+from orchestrator.errors import SpliceError, TransferAborted
+from orchestrator.processes.interfaces import address_towards
+from orchestrator.protocol.messages import Manifest, OpenTransferGroup, Rendezvous
 from trainer_node.export.bridge_export import BridgeExport
 from trainer_node.export.fp8_export import Fp8Export
 from trainer_node.export.wire_export import WireExport
+from trainer_node.ranks import objects
+from trainer_node.ranks.abort_signal import AbortSignal
+from trainer_node.ranks.lockstep import Failure, SendFailed, agree
 from weight_transfer.chunks import ChunkSender, SendReport
 from weight_transfer.edges import Step, Table
 from weight_transfer.groups import GroupListener, TransferGroup, open_listener
@@ -53,6 +60,7 @@ class Transfer:
 
     def __init__(self, *, host: str, device: torch.device) -> None:
         self._host, self._device = host, device
+        self.signal = AbortSignal()
         self._lock = threading.Lock()
         self._listeners: dict[str, GroupListener] = {}
         self._groups: dict[str, TransferGroup] = {}
@@ -65,33 +73,39 @@ class Transfer:
     # ------------------------------------------------------------ groups
 
     def open(
-        self, message: OpenTransferGroup, *, on_listening: Callable[[dict[str, Any]], None]
+        self,
+        message: OpenTransferGroup,
+        *,
+        on_listening: Callable[[dict[str, Any]], None],
+        group: Any = None,
     ) -> None:
         """Listen, report the addresses, and join every replica before the deadline; all or none.
 
+        A collective of all ranks, each of which is a sender of every replica's group.
+
+        Args:
+            on_listening: gets the rendezvous of each replica's workers.
+            group: the gloo control group of all ranks.
+
         Raises:
             TransferError, ConfigError: see `weight_transfer.groups`.
+            SendFailed: another rank failed.
         """
         self.close()
         deadline = time.monotonic() + message.deadline_s
         joined: dict[str, TransferGroup] = {}
-        listeners: dict[str, GroupListener] = {}  # an abort empties `_listeners`
         try:
-            for replica, workers in message.replicas.items():
-                listeners[replica] = open_listener(
-                    transport=message.transport,
-                    host=self._host,
-                    world_size=1 + workers,
-                    device=self._device,
-                )
-                with self._lock:
-                    self._listeners[replica] = listeners[replica]
-            on_listening({r: x.rendezvous.model_dump(mode="python") for r, x in listeners.items()})
-            for replica, listener in listeners.items():
-                joined[replica] = listener.join(max(0.001, deadline - time.monotonic()))
+            with _agreed(group):
+                listeners = self._listen(message)
+            everyones = _everyones(listeners, group)
+            with _agreed(group), self.signal.watching(lambda _: self._close_listeners()):
+                addresses = {r: x.meet(everyones[r]) for r, x in listeners.items()}
+                on_listening({r: x.model_dump(mode="python") for r, x in addresses.items()})
+                for replica, listener in listeners.items():
+                    joined[replica] = listener.join(max(0.001, deadline - time.monotonic()))
         except BaseException as error:
-            for group in joined.values():
-                group.close()
+            for one in joined.values():
+                one.close()
             self._why_not = (
                 f"opening the transfer group failed ({error}); send OpenTransferGroup again"
             )
@@ -101,13 +115,31 @@ class Transfer:
         with self._lock:
             self._groups = joined
 
+    def _listen(self, message: OpenTransferGroup) -> dict[str, GroupListener]:
+        """Open this rank's listener of every replica."""
+        listeners: dict[str, GroupListener] = {}  # an abort empties `_listeners`
+        rank, senders = _rank_and_world_size()
+        for replica, workers in message.replicas.items():
+            listeners[replica] = open_listener(
+                transport=message.transport,
+                host=self._host if rank == 0 else _own_host(self._host),
+                world_size=senders + workers,
+                device=self._device,
+                senders=senders,
+                rank=rank,
+            )
+            with self._lock:
+                self._listeners[replica] = listeners[replica]
+        return listeners
+
     def problem(self) -> str | None:
         """Why nothing can be sent now; None if it can."""
         return None if self._groups or self._sender is not None else self._why_not
 
     def abort(self, reason: str) -> None:
-        """End a join or send. Callable from any thread."""
+        """End a join or send, on every rank. Callable from any thread."""
         self._close_listeners()
+        self.signal.raise_(reason)
         with self._lock:
             sender, groups = self._sender, list(self._groups.values())
         if sender is not None:
@@ -217,3 +249,40 @@ class Transfer:
                     device=self._device,
                 )
             return self._sender
+
+
+# ---------------------------------------------------------------- several ranks
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _own_host(host: str) -> str:
+    """Address at which workers reach a rank other than 0; `host` if all are on one host."""
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        return host
+    return address_towards(os.environ["MASTER_ADDR"])
+
+
+def _everyones(listeners: Mapping[str, GroupListener], group: Any) -> dict[str, list[Rendezvous]]:
+    """Replica -> every rank's rendezvous, by rank. A collective."""
+    mine = {r: x.rendezvous for r, x in listeners.items()}
+    if _rank_and_world_size()[1] == 1:
+        return {r: [x] for r, x in mine.items()}
+    dumped = {r: x.model_dump(mode="python") for r, x in mine.items()}
+    gathered = objects.all_gather(dumped, group=group)
+    return {r: [Rendezvous.model_validate(one[r]) for one in gathered] for r in mine}
+
+
+def _agreed(group: Any) -> AbstractContextManager[None]:
+    """Run a block of `open` on every rank; see `lockstep.agree`."""
+    return nullcontext() if _rank_and_world_size()[1] == 1 else agree(group, _open_error)
+
+
+def _open_error(failures: Sequence[Failure], own: Exception | None) -> Exception:
+    """What to raise. A rank that another one ended is no cause."""
+    causes = [f for f in failures if f.kind != TransferAborted.__name__] or failures
+    if isinstance(own, SpliceError) and dist.get_rank() == causes[0].rank == 0:
+        return own
+    return SendFailed("; ".join(f"rank {f.rank}: {f}" for f in causes))

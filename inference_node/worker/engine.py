@@ -44,8 +44,6 @@ from orchestrator.protocol.messages import (
 )
 from weight_transfer.groups import TransferGroup, join_tcp
 
-RANK_OFFSET = 1
-"""The trainer is rank 0."""
 NOT_PLANNED = "no transfer group or no plan; send JoinTransferGroup and PrepareUpdate first"
 
 
@@ -100,13 +98,13 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
     # ------------------------------------------------------------ the group
 
     @property
-    def rank(self) -> int:
-        """This worker's rank in the transfer group."""
+    def position(self) -> int:
+        """This worker's place among the workers of its replica, from 0."""
         parallel = self.vllm_config.parallel_config
         data_parallel_rank = getattr(parallel, "data_parallel_index", None)
         if data_parallel_rank is None:
             data_parallel_rank = parallel.data_parallel_rank
-        return int(RANK_OFFSET + data_parallel_rank * parallel.world_size + parallel.rank)
+        return int(data_parallel_rank * parallel.world_size + parallel.rank)
 
     def init_transfer_engine(self, init_info: SpliceInitInfo) -> None:
         """Leave the old group and join the new one.
@@ -118,13 +116,14 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         if self._watchdog is None:
             self._watchdog = Watchdog.from_environment()
         rendezvous, deadline_s = init_info.request.rendezvous, init_info.request.deadline_s
+        rank = rendezvous.senders + self.position
         if rendezvous.transport == "tcp":
-            self._group = join_tcp(rendezvous, rank=self.rank, deadline_s=deadline_s)
+            self._group = join_tcp(rendezvous, rank=rank, deadline_s=deadline_s)
         else:
             from inference_node.worker.nccl_group import join_nccl
 
             self._group = join_nccl(
-                rendezvous, rank=self.rank, device=self.device, deadline_s=deadline_s
+                rendezvous, rank=rank, device=self.device, deadline_s=deadline_s
             )
 
     def leave_transfer_group(self) -> None:

@@ -82,7 +82,7 @@ class SpliceWorkerExtension:
 
     @_answers(ErrorCode.INTERNAL)
     def splice_info(self) -> dict[str, Any]:
-        """Rank, device and versions of this worker."""
+        """Position, device and versions of this worker."""
         engine = self._splice_engine
         packages = {"torch": str(torch.__version__)}
         if engine.device.type == "cuda":
@@ -90,7 +90,7 @@ class SpliceWorkerExtension:
 
             packages["nccl"] = nccl_version()
         return {
-            "rank": engine.rank,
+            "position": engine.position,
             "device": str(engine.device),
             "model_dtype": str(engine.model_config.dtype).removeprefix("torch."),
             "packages": packages,

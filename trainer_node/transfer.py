@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from orchestrator.errors import SpliceError, TransferAborted
 from orchestrator.processes.interfaces import address_towards
 from orchestrator.protocol.messages import Manifest, OpenTransferGroup, Rendezvous
 from trainer_node.export.bridge_export import BridgeExport
@@ -22,7 +21,7 @@ from trainer_node.export.fp8_export import Fp8Export
 from trainer_node.export.wire_export import WireExport
 from trainer_node.ranks import objects
 from trainer_node.ranks.abort_signal import AbortSignal
-from trainer_node.ranks.lockstep import Failure, SendFailed, agree
+from trainer_node.ranks.lockstep import agree, send_error
 from weight_transfer.chunks import ChunkSender, SendReport
 from weight_transfer.edges import Step, Table
 from weight_transfer.groups import GroupListener, TransferGroup, open_listener
@@ -138,8 +137,11 @@ class Transfer:
 
     def abort(self, reason: str) -> None:
         """End a join or send, on every rank. Callable from any thread."""
-        self._close_listeners()
         self.signal.raise_(reason)
+        self._abort_here(reason)
+
+    def _abort_here(self, reason: str) -> None:
+        self._close_listeners()
         with self._lock:
             sender, groups = self._sender, list(self._groups.values())
         if sender is not None:
@@ -223,7 +225,7 @@ class Transfer:
             agreement: `Lockstep.agree`, so that every rank learns of a failure.
         """
         try:
-            with agreement:
+            with agreement, self._watching(chunks):
                 try:
                     sender = self._sender_of(chunks)
                     report = sender.send(deadline_s=deadline - time.monotonic())
@@ -235,6 +237,10 @@ class Transfer:
             self._why_not = f"the last transfer failed ({error}); send OpenTransferGroup first"
             raise
         return report
+
+    def _watching(self, chunks: Chunks) -> AbstractContextManager[None]:
+        """If every rank sends, a rank that fails or is aborted ends the others' sends."""
+        return nullcontext() if chunks.steps is None else self.signal.watching(self._abort_here)
 
     def _sender_of(self, chunks: Chunks) -> ChunkSender:
         with self._lock:
@@ -277,12 +283,4 @@ def _everyones(listeners: Mapping[str, GroupListener], group: Any) -> dict[str, 
 
 def _agreed(group: Any) -> AbstractContextManager[None]:
     """Run a block of `open` on every rank; see `lockstep.agree`."""
-    return nullcontext() if _rank_and_world_size()[1] == 1 else agree(group, _open_error)
-
-
-def _open_error(failures: Sequence[Failure], own: Exception | None) -> Exception:
-    """What to raise. A rank that another one ended is no cause."""
-    causes = [f for f in failures if f.kind != TransferAborted.__name__] or failures
-    if isinstance(own, SpliceError) and dist.get_rank() == causes[0].rank == 0:
-        return own
-    return SendFailed("; ".join(f"rank {f.rank}: {f}" for f in causes))
+    return nullcontext() if _rank_and_world_size()[1] == 1 else agree(group, send_error)

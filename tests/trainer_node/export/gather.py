@@ -159,9 +159,8 @@ def check_edges(
     edges.digest_of_pieces(filled, export.steps, specs).launch(digests_N)
     digests_N = digests_N.cpu()
     dist.all_reduce(digests_N, group=model.control_group)
-    wanted_digests = [int(tensor_digest(expected[s.name])) for s in specs]
-    wrong = [s.name for s, a, b in zip(specs, digests_N.tolist(), wanted_digests, strict=True) if a != b]
-    assert not wrong, wrong
+    if is_root():  # only there `merged_tensors` has the merged ones
+        assert digests_N.tolist() == [int(tensor_digest(expected[s.name])) for s in specs]
     everyones = objects.all_gather(
         [
             [(list(d.peers), bytes(step_B[d.begin : d.end].cpu().numpy())) for d in step.deliveries]
@@ -169,7 +168,7 @@ def check_edges(
         ],
         group=model.control_group,
     )
-    for worker, kept in enumerate(keeps):
+    for worker, kept in enumerate(keeps) if is_root() else ():
         received = edges.steps_of_worker(export.tables[worker], specs)
         edges.check_coverage(received, kept, lambda i: specs[i].name)
         for k, step in enumerate(received):

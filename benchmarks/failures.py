@@ -3,9 +3,12 @@
     healthy_s        from the failed job's answer to the end of the next ordinary job; peer: an
                      ordinary job
     failed_s         from the submission of the failed job to its answer
-    memory_bytes     the trainer's tensors at their peak, in the last ordinary job after the
-                     failure; peer: before it
+    memory_bytes     the trainer's tensors at their peak in the last ordinary job; peer: in the one
+                     before the failure
     ordinary_jobs    those that succeeded after the failure, of SPLICE_BENCH_JOBS (20)
+
+In the settings, `starts` counts how often the launcher started the trainer again,
+`memory_after_failure` how often the trainer measured its memory, both within the case.
 
 | case | what the failed job does |
 | --- | --- |
@@ -13,7 +16,7 @@
 | out-of-memory | the same with a fixed pack size: nothing is known about memory beforehand |
 | no-moments | nothing is left for AdamW's moments, in the first optimizer step |
 | device-assert | an index beyond the end of a tensor, on the GPU |
-| killed | the loss ends the process |
+| killed, killed-fixed | the loss ends the process; with the measured and the fixed pack size |
 
 Each job trains on 16 x 512 tokens and is published (`SPLICE_BENCH_SHAPES`: 8b; tiny with --small).
 A CPU runs no-moments, device-assert (there an ordinary error) and killed.
@@ -40,7 +43,13 @@ LOSSES = {
     "no-moments": "leaves_no_memory_for_moments",
     "device-assert": "indexes_beyond_the_end",
     "killed": "ends_the_process",
+    "killed-fixed": "ends_the_process",
 }
+EVENTS = {
+    "starts": ("it is started again", "the trainer ended with code"),
+    "memory_after_failure": ("memory_after_failure",),
+}
+"""What is counted -> its texts in the trainer's log."""
 PACK_TOKENS = 8192
 
 
@@ -54,7 +63,7 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
     for packs in only if cuda else ("measured",):
         # The first step of a run has no moments yet.
         measured = ("no-moments", "device-assert", "killed", "too-long")
-        names = measured if packs == "measured" else ("out-of-memory", "killed")
+        names = measured if packs == "measured" else ("out-of-memory", "killed-fixed")
         with TemporaryDirectory(prefix="splice-bench-") as folder:
             config = clusters.cluster_config(
                 shape,
@@ -87,6 +96,7 @@ class _Bench:
         if name != "no-moments" and not self._before:
             self._before = [self._ordinary() for _ in range(3)]
         batch = clusters.random_batch(1, longest) if name not in LOSSES else self._batch
+        earlier = self._counts()
         began = time.monotonic()
         try:
             self._train(batch, LOSSES.get(name, "cross_entropy"))
@@ -107,15 +117,14 @@ class _Bench:
                 errors.append(str(error)[:400])
         if not after:
             raise RuntimeError(f"{name}: no job after it succeeded: {errors[0]}")
-        ordinary = self._before or after[1:]
+        ordinary, peer_bytes = self._before or after[1:], [b for _, b in self._before[-1:]]
         self._before = after[1:]
         settings = {
             "packs": self._packs,
             "code": str(failed.code),
             "message": str(failed)[:400],
             "ordinary_errors": errors,
-            "template_restarts": self._log().count("it is started again"),
-            "memory_after_failure": self._log().count("memory_after_failure"),
+            **{name: count - earlier[name] for name, count in self._counts().items()},
         }
 
         def case(metric: str, unit: str, sample: float, *peer: float) -> Case:
@@ -132,7 +141,7 @@ class _Bench:
         seconds = [s for s, _ in ordinary]
         yield case("healthy_s", "s", healthy_s, *seconds)
         yield case("failed_s", "s", failed_s, *seconds)
-        yield case("memory_bytes", "B", after[-1][1], *(b for _, b in ordinary))
+        yield case("memory_bytes", "B", after[-1][1], *peer_bytes)
         yield case("ordinary_jobs", "jobs", float(len(after)))
 
     def _ordinary(self) -> tuple[float, float]:
@@ -146,5 +155,7 @@ class _Bench:
             batch, LossSpec(name=loss), OptimParams(lr=1e-4), timeout_s=300
         )
 
-    def _log(self) -> str:
-        return (self._cluster.run.run_dir / "logs" / "trainer.log").read_text()
+    def _counts(self) -> dict[str, int]:
+        """Events in the trainer's log so far."""
+        log = (self._cluster.run.run_dir / "logs" / "trainer.log").read_text()
+        return {name: sum(map(log.count, texts)) for name, texts in EVENTS.items()}

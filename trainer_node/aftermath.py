@@ -33,15 +33,18 @@ class Aftermath:
         """Free what a failed request left. Returns why the process cannot continue, or nothing."""
         if self._trainer.is_unknown:
             return "the failure came while the state changed, so nobody knows what it is"
+        is_cuda = self._trainer.model.device.type == "cuda"
+        try:
+            if is_cuda:
+                torch.cuda.synchronize()
+        except RuntimeError as error:  # a CUDA fault stays with its process; see `ranks.gpu`
+            first_line, _, _ = str(error).partition("\n")  # PyTorch's advice follows
+            return f"the GPU cannot be used any more ({first_line})"
         leftovers.drop(self._trainer.model.modules)
         gc.collect()  # exceptions in cycles that are not ours
-        try:
-            if self._trainer.model.device.type == "cuda":
-                torch.cuda.synchronize()
-                torch.cuda.empty_cache()
-            left = self._unaccounted() - self._at_start
-        except RuntimeError as error:  # a CUDA fault stays with its process
-            return f"the GPU cannot be used any more ({error})"
+        if is_cuda:
+            torch.cuda.empty_cache()
+        left = self._unaccounted() - self._at_start
         log.info(
             "memory_after_failure: %.2f GB more than at the start, of %.2f GB that may be",
             left / 1e9,

@@ -146,6 +146,7 @@ class Jobs:
         started = time.monotonic()
         batch = self.ahead.take(message, request.buffers, request.link)
         if batch is None:
+            self._trainer.begin_peak()
             batch = steps.batch_of(self._trainer, message, request.buffers)
         is_on_policy = self._trainer.steps_since_sent == 0
         split: dict[str, float] = {}
@@ -205,6 +206,7 @@ class Jobs:
         message, trainer = request.message, self._trainer
         request.progress("training")
         started = time.monotonic()
+        trainer.begin_peak()
         batch = steps.batch_of(self._trainer, request.message, request.buffers)
         batch = batch.scoring_all() if message.returns_logprobs else batch
         sums, logprobs_T = trainer.forward_backward(
@@ -228,6 +230,7 @@ class Jobs:
     def optim_step(self, request: Request[OptimStep]) -> Outcome:
         """Take one step with the pending gradients."""
         request.progress("training")
+        self._trainer.begin_peak()
         metrics = self._trainer.optim_step(request.message.optim)
         return Outcome(result={"metrics": metrics, "seconds": {"optim": metrics["seconds_optim"]}})
 

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from orchestrator.errors import ConfigError, NodeLost, without_frames
+from orchestrator.errors import ConfigError, NodeLost
 from orchestrator.processes.interfaces import gloo_variables, refuse_loopback_name
 from orchestrator.processes.logs import log_to_stderr
 from orchestrator.processes.restarts import EXIT_AFRESH, EXIT_CONFIG, EXIT_LINK_LOST, START_ID
@@ -46,7 +46,7 @@ from orchestrator.protocol.messages import (
 )
 from orchestrator.protocol.messages.mistakes import read_json
 from orchestrator.protocol.node_link import NodeLink
-from trainer_node.ranks import heap
+from trainer_node.ranks import gpu, heap
 from trainer_node.ranks.lockstep import Failure, Lockstep, has_diverged
 from trainer_node.request import Outcome, Request, classify
 from trainer_node.tools import admission
@@ -177,7 +177,7 @@ class Node:
                 code, _ = classify(caught, phase=request.phase)
                 stack = None if code in _REFUSALS else caught
                 log.error("%s failed while %s: %s", kind, request.phase, caught, exc_info=stack)
-                error = without_frames(caught)
+                error = gpu.without_frames(caught, self.trainer.model.device)
             failures = self.lockstep.compare(error)
             diverged = has_diverged(failures, world_size=dist.get_world_size())
             diverged |= self._jobs.ahead.has_diverged
@@ -325,11 +325,17 @@ def hello(node_id: str, token: str, device: str) -> Hello:
     )
 
 
-def run(*, endpoint: str, node_id: str, config: TrainerConfig, token: str) -> int:
-    """Run one rank. Returns its exit code."""
+def run(
+    *, endpoint: str, node_id: str, config: TrainerConfig, token: str, nodes: dict[str, Node]
+) -> int:
+    """Run one rank. Returns its exit code.
+
+    Args:
+        nodes: gets the node. A caller that leaves by `os._exit` keeps it until then: to free it
+            after a CUDA fault would end the process with SIGABRT.
+    """
     if int(os.environ.get("RANK", "0")) != 0:
-        return _serve(config, None, {})
-    nodes: dict[str, Node] = {}
+        return _serve(config, None, nodes)
 
     def on_abort(message: AnyMessage) -> None:
         if "node" in nodes and isinstance(message, AbortSend):
@@ -365,7 +371,7 @@ def _serve(config: TrainerConfig, link: NodeLink | None, nodes: dict[str, Node])
         else:
             # Process groups that are out of step block when they are destroyed.
             node.transfer.close()
-            if code == EXIT_AFRESH:
+            if code == EXIT_AFRESH and gpu.works(node.trainer.model.device):
                 node.trainer.behind.wait(timeout_s=SAVE_END_S)
     return code
 
@@ -387,6 +393,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The name in ps and top: a forked rank has the command line of its template.
         Path("/proc/self/comm").write_text(f"splice-rank-{rank}"[:15])
     log_to_stderr(f"rank {rank}")
+    nodes: dict[str, Node] = {}
     try:
         config = read_json(arguments.config, TrainerConfig)
         code = run(
@@ -394,6 +401,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             node_id=arguments.node_id,
             config=config,
             token=os.environ.get("SPLICE_RUN_TOKEN", ""),
+            nodes=nodes,
         )
     except NodeLost as error:
         log.error("%s; this trainer can be started again", error)
@@ -403,7 +411,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = EXIT_CONFIG
     except Exception:
         log.exception("the trainer ends")
-        code = EXIT_DIVERGED
+        _leave(EXIT_DIVERGED)  # with the error's frames, as with the node
     if code != 0:
         _leave(code)
     return code

@@ -265,7 +265,8 @@ class Publication:
         if self._model.device.type == "cuda":
             free, total = torch.cuda.mem_get_info()
             log.info(
-                "sent version %d; GPU bytes: %d used, %d reserved by torch, %d at most in tensors",
+                "sent version %d; GPU bytes: %d used, %d reserved by torch, %d at most in tensors "
+                "since the last job began",
                 message.version,
                 total - free,
                 torch.cuda.memory_reserved(),

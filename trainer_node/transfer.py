@@ -19,7 +19,7 @@ from orchestrator.protocol.messages import Manifest, OpenTransferGroup, Rendezvo
 from trainer_node.export.bridge_export import BridgeExport
 from trainer_node.export.fp8_export import Fp8Export
 from trainer_node.export.wire_export import WireExport
-from trainer_node.ranks import objects
+from trainer_node.ranks import gpu, objects
 from trainer_node.ranks.abort_signal import AbortSignal
 from trainer_node.ranks.lockstep import agree, send_error
 from weight_transfer.chunks import ChunkSender, SendReport
@@ -151,8 +151,10 @@ class Transfer:
                 group.abort(reason)
 
     def close(self) -> None:
-        """Leave every group. Safe to call twice."""
+        """Leave every group. Safe to call twice. After a CUDA fault the process's end does it."""
         self._close_listeners()
+        if not gpu.works(self._device):
+            return
         with self._lock:
             sender, self._sender = self._sender, None
             groups, self._groups = self._groups, {}

@@ -325,6 +325,17 @@ def check_too_long(bench: Bench) -> None:
     bench.ok(ForwardBackward, buffers, **batch)
 
 
+def check_peaks(bench: Bench) -> None:
+    """The peak of memory begins with each request that trains, and with no other one."""
+    bench.ok(SaveCheckpoint, version=0, checkpoint_dir=str(bench.out / "0"))
+    begun: list[str] = []
+    expected = {"ForwardBackward": 1, "OptimStep": 2, "TrainMerged": 1, "TrainLora": 1}
+    for name, ask in requests(bench).items():
+        bench.node.trainer.begin_peak = lambda name=name: begun.append(name)  # type: ignore[method-assign]
+        assert ask(Allocations()) is None and not bench.failures
+        assert begun.count(name) == expected.get(name, 0), name
+
+
 def main() -> None:
     """See the module's docstring."""
     out, model, what = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
@@ -334,6 +345,7 @@ def main() -> None:
         "step": check_first_step,
         "checkpoints": check_refused_checkpoints,
         "too_long": check_too_long,
+        "peaks": check_peaks,
         "ranks": check_ranks_end_together,
     }
     checks[what](bench)

@@ -26,5 +26,9 @@ def test_a_sequence_that_does_not_fit_is_refused_by_name(models, torchrun, tmp_p
     torchrun(1, "failed_requests", tmp_path, models["dense_tied"], "too_long")
 
 
+def test_the_peak_of_memory_is_that_of_the_request(models, torchrun, tmp_path: Path) -> None:
+    torchrun(1, "failed_requests", tmp_path, models["dense_tied"], "peaks")
+
+
 def test_what_one_rank_has_lost_ends_all_of_them(models, torchrun, tmp_path: Path) -> None:
     torchrun(2, "failed_requests", tmp_path, models["dense_tied"], "ranks")

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from orchestrator.errors import SpliceError
+from orchestrator.processes.restarts import EXIT_AFRESH
 from orchestrator.protocol.config import ParallelConfig, TrainerConfig
 from orchestrator.protocol.messages import (
     AbortSend,
@@ -55,8 +56,9 @@ from tests.trainer_node.data import arrays, training
 from tests.trainer_node.harm import spoil
 from tests.trainer_node.served_node import TOKEN, Orchestrator, node, rank_process
 from tests.trainer_node.tiny import VOCAB
-from tests.trainer_node.tools import slow_check
+from tests.trainer_node.tools import slow_check, unfreeable
 from tests.weight_transfer.peer import in_chunks, receive_chunks
+from trainer_node.node import EXIT_DIVERGED
 from weight_transfer.digest import tensor_digest
 from weight_transfer.groups import join_tcp
 
@@ -739,6 +741,23 @@ def test_a_dead_rank_ends_the_node(models, tmp_path: Path) -> None:
     with node(models["dense_untied"], tmp_path, None, ranks=2) as (_, process):
         rank_process(process, 1).kill()
         assert process.wait(90) != 0
+
+
+@pytest.mark.parametrize(
+    ("case", "code"),
+    [("spoilt", EXIT_AFRESH), ("lost", EXIT_AFRESH), ("broken", EXIT_DIVERGED)],
+)
+def test_a_node_that_cannot_be_freed_answers_and_ends_with_its_code(
+    case: str, code: int, models, torchrun, tmp_path: Path
+) -> None:
+    """After a CUDA fault the destructor of a tensor ends the process with SIGABRT."""
+    module, model = unfreeable.__name__, models["dense_tied"]
+    started = node(model, tmp_path, torchrun, module=module, env={"CASE": case})
+    with started as (control, process):
+        missing = str(tmp_path / "missing")
+        assert control.refused(LoadAdapter, adapter_dir=missing).code == "bad_input"
+        assert process.wait(30) == code
+    assert "this was freed" not in (tmp_path / "node.log").read_text()
 
 
 def test_ranks_wait_longer_for_the_first_check_than_for_each_other(

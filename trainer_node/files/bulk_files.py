@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from trainer_node.files import hashing
+from trainer_node.ranks import gpu
 
 NUM_THREADS = 6
 
@@ -132,6 +133,7 @@ class BulkWriter:
         self._pool, self._hashers, self._device = pool, hashers, device
         self._wait_turn = wait_turn
         self._local = threading.local()
+        self._staging: list[torch.Tensor] = []
         self._started: list[Writing] = []
         self._ready: torch.cuda.Event | None = None
 
@@ -154,6 +156,7 @@ class BulkWriter:
         """Let go of every file."""
         for writing in self._started:
             writing.close()
+        gpu.keep_if_lost(self._staging, self._device)
 
     @torch.no_grad()
     def _write(self, handle: int, span: Span) -> bytes:
@@ -199,6 +202,7 @@ class BulkWriter:
                 hashing.SPAN_BYTES, dtype=torch.uint8, pin_memory=cuda
             )
             self._local.stream = torch.cuda.Stream(self._device) if cuda else None
+            self._staging.append(self._local.staging)
         return self._local.staging, self._local.stream
 
 

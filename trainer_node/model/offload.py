@@ -29,8 +29,8 @@ def free_bytes() -> int:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most bytes in use since the process started: of the GPU's tensors, or of the process on a
-    CPU."""
+    """Most bytes in use: of the GPU's tensors since the last `reset_peak_memory_stats`, or of the
+    process on a CPU since it started."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

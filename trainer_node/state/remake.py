@@ -21,7 +21,7 @@ import torch
 from orchestrator.errors import SpliceError, without_frames
 from orchestrator.protocol.messages import RunJob, TrainMerged
 from trainer_node.files.generations import CheckpointError
-from trainer_node.ranks import objects
+from trainer_node.ranks import gpu, objects
 from trainer_node.ranks.lockstep import Failure, agree, unpacked
 from trainer_node.state import checkpoint, contents, loading
 from trainer_node.state.loading import Loaded, Lost
@@ -62,7 +62,8 @@ def load(trainer: Trainer, folder: Path) -> Loaded:
         try:
             _make_again(trainer, folder, lost)
         except (CheckpointError, StepFailed) as error:
-            loaded, note = _without(trainer, folder, lost, str(without_frames(error)))
+            freed = gpu.without_frames(error, trainer.model.device)
+            loaded, note = _without(trainer, folder, lost, str(freed))
         else:
             loaded, note = _compared(trainer, folder, lost)
     log.warning("%s", note)

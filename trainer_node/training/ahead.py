@@ -20,12 +20,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from orchestrator.errors import without_frames
 from orchestrator.protocol.frames import Envelope
 from orchestrator.protocol.messages import NextBatch, TrainStep
 from orchestrator.protocol.node_link import NodeLink
 from trainer_node.model import leftovers
-from trainer_node.ranks import objects
+from trainer_node.ranks import gpu, objects
 from trainer_node.ranks.lockstep import Lockstep, has_diverged
 from trainer_node.training import steps
 from trainer_node.training.batch import Batch
@@ -141,7 +140,7 @@ class Ahead:
         try:
             function()
         except Exception as error:  # noqa: BLE001  - the present job must not fail for the next one
-            own = without_frames(error)
+            own = gpu.without_frames(error, self._trainer.model.device)
         failures = self._lockstep.compare(own)
         if not failures:
             return

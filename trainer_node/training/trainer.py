@@ -55,6 +55,10 @@ class NonFiniteGradient(SpliceError, ArithmeticError):
     code = ErrorCode.NON_FINITE_GRADIENT
 
 
+def _batches(count: int) -> str:
+    return f"{count} batch{'' if count == 1 else 'es'}"
+
+
 class NothingPending(SpliceError, RuntimeError):
     """An optimizer step without a forward_backward before it."""
 
@@ -101,8 +105,8 @@ class Trainer(Scorer):
         self.references = References(model)
         self.pending = self.used = Pending()
         """`used`: the gradients of the last optimizer step, taken or skipped."""
-        self._resident = 0
-        """Bytes of the GPU's tensors after the last step."""
+        self._resident = self._largest_peak = 0
+        """Bytes of the GPU's tensors after the last step, and at most before the present job."""
         self.begun: Begun | None = None
         """The next job's batch. Nothing is pending meanwhile."""
         self.num_steps, self.num_skipped_steps = 0, 0
@@ -169,10 +173,10 @@ class Trainer(Scorer):
                 values = [report.log_probs_N[None] for report in reports]
                 (logprobs_T,) = passes.gather_scores(self.model, batch, packs, values, rows=1)
         except BaseException as error:
-            dropped = self.drop_pending()
-            error.add_note(
-                f"Gradients pending from {dropped} batches before it were dropped with it."
-            )
+            if dropped := self.drop_pending():
+                error.add_note(
+                    f"Gradients pending from {_batches(dropped)} before it were dropped with it."
+                )
             raise
         self.pending = self.pending.plus(
             sums,
@@ -204,6 +208,7 @@ class Trainer(Scorer):
         """Cut a batch that was checked, so that `run_begun` runs its packs. No gradients are
         pending."""
         assert not self.pending.num_batches, "gradients are pending"
+        self.begin_peak()
         self.begun = Begun(batch=batch, loss=loss, packs=self._cut(batch))
 
     def run_begun(self) -> None:
@@ -230,7 +235,8 @@ class Trainer(Scorer):
         """Whether a pack fits into the GPU's free memory, by what the largest pack so far took."""
         if self.model.device.type != "cuda":
             return True
-        return free_bytes() >= torch.cuda.max_memory_allocated() - self._resident
+        largest = max(self._largest_peak, torch.cuda.max_memory_allocated())
+        return free_bytes() >= largest - self._resident
 
     def drop_begun(self) -> None:
         """Forget the gradients of the begun batch; no others are pending."""
@@ -297,12 +303,12 @@ class Trainer(Scorer):
             self.num_skipped_steps += 1
             error.add_note(
                 "The step was skipped: weights and optimizer are untouched, the gradients of "
-                f"{pending.num_batches} batches "
+                f"{_batches(pending.num_batches)} "
                 f"were dropped. Steps skipped so far: {self.num_skipped_steps}."
             )
             raise
         except BaseException as error:
-            error.add_note(f"The gradients of {pending.num_batches} batches were dropped.")
+            error.add_note(f"The gradients of {_batches(pending.num_batches)} were dropped.")
             raise
         finally:
             self.drop_pending()
@@ -329,6 +335,12 @@ class Trainer(Scorer):
         loaded. The thresholds stay the run's."""
         adapters, mode = self.model.adapters, self.model.config.rounding
         adapters.rounding = replace(adapters.rounding, mode=mode)
+
+    def begin_peak(self) -> None:
+        """Let the metric `peak_memory_bytes` be that of the work that begins now."""
+        if self.model.device.type == "cuda":
+            self._largest_peak = max(self._largest_peak, torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
 
     def usage(self, num_rows: int, *, seconds: float) -> dict[str, float]:
         """Metrics of speed, staleness and memory of work on `num_rows` tokens."""

@@ -25,6 +25,7 @@ from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.members import Members
 
 log = logging.getLogger("splice.publisher")
+EDGES = "every rank sends each worker its own"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +164,8 @@ class Planner:
             "trainer", request, phase="planning the layout"
         )
         what = "layout" if tensors is None else f"layout of the {len(tensors)} tensors that change"
-        log.info("%s: %s", what, _summary(layout))
+        how = "rank 0 sends whole chunks" if plan.keeps is None else EDGES
+        log.info("%s: %s; %s", what, _summary(layout), how)
         planned = valid("trainer", LayoutAnswer, answer.result)
         if planned.why_not is not None:
             return f"the trainer cannot send it: {planned.why_not}"

@@ -97,7 +97,7 @@ def send_error(failures: Sequence[Failure], own: Exception | None) -> Exception:
     text = "; ".join(f"rank {f.rank}: {f}" for f in causes)
     if any(f.kind == OutOfStep.__name__ for f in causes):
         return OutOfStep(text)
-    if isinstance(own, SpliceError) and [f.rank for f in causes] == [0] == [dist.get_rank()]:
+    if isinstance(own, SpliceError) and dist.get_rank() == causes[0].rank == 0:
         return own
     return SendFailed(text)
 

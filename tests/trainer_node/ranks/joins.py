@@ -96,6 +96,7 @@ def main() -> None:
         for call, parts in zip(receiving, got, strict=False):
             call.result()
             assert torch.equal(torch.stack(parts), torch.stack([sent(0), sent(1)]))
+    dist.barrier(ranks.group)  # a sender that leaves early ends it for a worker that still receives
     transfer.close()
     assert transfer.problem() is not None
     ranks.end()

@@ -33,6 +33,7 @@ GENERATIONS, OPERATIONS = (
     "tests/trainer_node/training/test_operations.py",
 )
 DROPOUT = "tests/trainer_node/adapters/test_dropout.py"
+EDGES = "tests/weight_transfer/test_edges.py"
 GATHER = "tests/trainer_node/export/test_gather.py"
 ROUNDING = "tests/trainer_node/adapters/test_rounding.py"
 SERVED = "tests/trainer_node/training/test_served_weights.py::test_the_trainer_computes_with_what_is_served"
@@ -217,6 +218,24 @@ MUTANTS = [
     Mutant("blocks of a checkpoint are read by each other's scales", f"{BLOCKS}::test_a_weight_is_its_codes_times_its_block_s_scale",
            "trainer_node/hf/fp8_blocks.py", "dequantised",
            "scales.float().repeat_interleave(FP8_BLOCK,", "scales.float().flip(0).repeat_interleave(FP8_BLOCK,"),
+    Mutant("the first of equal copies sends everything", f"{EDGES}::test_equal_copies_share_the_sending_and_steps_are_even",
+           "weight_transfer/edges.py", "_owners",
+           "key=lambda r: (loads[r], r)", "key=lambda r: r"),
+    Mutant("boxes of workers that overlap are sent twice", f"{EDGES}::test_every_kept_element_arrives_once_and_each_is_sent_by_one_holder",
+           "weight_transfer/edges.py", "_wanted",
+           "if sum(box.numel for box in wanted) != spec.numel:", "if False:"),
+    Mutant("a stream's pieces are in no even steps", f"{EDGES}::test_equal_copies_share_the_sending_and_steps_are_even",
+           "weight_transfer/edges.py", "_in_steps",
+           "(2 * begin + nbytes) * steps // (2 * total)", "0"),
+    Mutant("a worker believes a plan that brings it too little", f"{EDGES}::test_a_worker_refuses_a_plan_that_is_not_its_own",
+           "weight_transfer/edges.py", "check_coverage",
+           "if not inside or shared != wanted or", "if shared > wanted or"),
+    Mutant("a part of a region ends a row too late", f"{EDGES}::test_the_parts_of_a_region_in_a_box",
+           "weight_transfer/boxes.py", "_within",
+           "(end - 1 - first - reach) // step + 1", "(end - first - reach) // step + 1"),
+    Mutant("a row piece of an adapter is added from its first row on", f"{GATHER}::test_bytes_equal_the_export[dp2]",
+           "trainer_node/export/wire_export.py", "LocalTensor.members",
+           "(len(self.pieces) > 1 or here != held)", "len(self.pieces) > 1"),
     Mutant("three matrices that are chunks alone do not fit the ring", "tests/weight_transfer/test_chunks.py" "::test_a_ring_has_room_for_three_matrices_that_are_chunks_alone",
            "weight_transfer/chunks.py", "usual_bytes",
            "sorted(sizes, reverse=True)[min(at_once, len(sizes)) - 1]", "sorted(sizes)[0]"),

@@ -303,7 +303,7 @@ def _trained(cluster: Cluster, name: str, samples: int) -> Iterator[Case]:
         with TokenStream(
             base_url=cluster.base_urls[0], model=clusters.NAME, max_tokens=LONGEST
         ) as stream:
-            seen = _sampled(stream, samples, lambda: step().model_dump(), warm=1)
+            seen = _sampled(stream, min(samples, 5), lambda: step().model_dump(), warm=1)
     print(f"{name}: in a step {[round(gap, 4) for gap in seen.gaps]} s", flush=True)
     settings = {
         "alias": result.alias,

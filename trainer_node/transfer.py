@@ -67,6 +67,8 @@ class Transfer:
         self._chunks: dict[bool, Chunks] = {}
         """Whether an update is partial (`changed_only`) -> its chunks."""
         self._changed_only = False
+        self._has_sent = False
+        """Whether everything was sent since the layouts were planned."""
         self._why_not = NO_GROUP
 
     # ------------------------------------------------------------ groups
@@ -176,6 +178,7 @@ class Transfer:
     def use_chunks(self, chunks: Chunks | None, *, changed_only: bool) -> None:
         """Send these chunks from now on, for full or for partial updates; None forgets them."""
         self.free_buffers()
+        self._has_sent = False
         self._chunks.pop(changed_only, None)
         if chunks is not None:
             self._chunks[changed_only] = chunks
@@ -188,15 +191,23 @@ class Transfer:
         return self._chunks.get(changed_only)
 
     def prepare(self) -> None:
-        """Queue what the next send needs of new weights, if it is of the kind of the last one."""
-        chunks = self._chunks.get(self._changed_only)
-        if chunks is None or not isinstance(chunks.export, Fp8Export):
+        """Make what the next send needs, so that no pause waits for it: the sender with its tables,
+        and what an FP8 export has of new weights. After a full send the changed part is expected.
+        """
+        chunks = self.choose(
+            changed_only=self._changed_only or (self._has_sent and True in self._chunks)
+        )
+        if chunks is None or not self._groups:
             return
         try:
-            chunks.export.prepare()
+            if chunks.steps is not None or _rank_and_world_size()[0] == 0:
+                self._sender_of(chunks)
+            if isinstance(chunks.export, Fp8Export):
+                chunks.export.prepare()
         except (RuntimeError, MemoryError) as error:  # a save must not fail for it; the send tries
             log.warning("the send is not prepared: %s", error)
-            chunks.export.forget_prepared()
+            if isinstance(chunks.export, Fp8Export):
+                chunks.export.forget_prepared()
 
     def forget_prepared(self) -> None:
         """Trust nothing that was prepared, because the weights may change now."""
@@ -238,6 +249,7 @@ class Transfer:
             self.close()
             self._why_not = f"the last transfer failed ({error}); send OpenTransferGroup first"
             raise
+        self._has_sent = True
         return report
 
     def _watching(self, chunks: Chunks) -> AbstractContextManager[None]:

@@ -40,15 +40,15 @@ from weight_transfer.strides import Part
 Load = Callable[[list[tuple[str, torch.Tensor]]], None]
 
 
-def ring_slots(sizes: Sequence[int]) -> list[int]:
+def ring_slots(sizes: Sequence[int], *, usual: int) -> list[int]:
     """Choose which of the ring's two buffers receives each staged chunk. Pure.
 
-    They take turns, but tensors larger than a chunk share the first buffer. The ring then holds one
-    large buffer and one of a chunk's size.
+    They take turns, but chunks larger than `usual` share the first buffer. The ring then holds one
+    large buffer and one of a usual chunk's size.
     """
     slots: list[int] = []
     for nbytes in sizes:
-        slots.append(0 if nbytes > chunk_plan.MAX_CHUNK_BYTES else 1 - slots[-1] if slots else 0)
+        slots.append(0 if nbytes > usual else 1 - slots[-1] if slots else 0)
     return slots
 
 
@@ -271,7 +271,10 @@ class DirectReceiver:
     def _lay_out_ring(self) -> list[int]:
         """Give each staged chunk its buffer; returns the bytes of the two."""
         staged, ring_bytes = [c for c in self._chunks if c.kind == "staged"], [0, 0]
-        for chunk, slot in zip(staged, ring_slots([c.nbytes for c in staged]), strict=True):
+        sizes = [c.nbytes for c in staged]
+        is_steps = any(c.deliveries is not None for c in staged)
+        usual = max(sizes) if is_steps else chunk_plan.MAX_CHUNK_BYTES
+        for chunk, slot in zip(staged, ring_slots(sizes, usual=usual), strict=True):
             chunk.slot, ring_bytes[slot] = slot, max(ring_bytes[slot], chunk.nbytes)
         return ring_bytes
 

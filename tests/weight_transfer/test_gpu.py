@@ -353,7 +353,8 @@ def test_nccl_carries_messages_from_senders_to_workers(senders: int, workers: in
     ranks = []
     for rank in range(senders + workers):
         gpu = gpus[rank % 2]
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "PYTHONPATH": str(ROOT)}
+        path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "PYTHONPATH": path}
         if senders + workers > 2:
             environment |= {"NCCL_HOSTID": f"host-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
         arguments = [rank, senders, workers, store.port]

@@ -314,8 +314,8 @@ def test_the_layout_keeps_families_together_aligned_and_within_the_limit(
 
 def test_the_ring_holds_one_large_tensor_and_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_plan, "MAX_CHUNK_BYTES", 100)
-    assert direct.ring_slots([50, 60, 70, 80]) == [0, 1, 0, 1]
-    assert direct.ring_slots([300, 50, 60, 300, 300, 10]) == [0, 1, 0, 0, 0, 1]
+    assert direct.ring_slots([50, 60, 70, 80], usual=100) == [0, 1, 0, 1]
+    assert direct.ring_slots([300, 50, 60, 300, 300, 10], usual=100) == [0, 1, 0, 0, 0, 1]
 
 
 class Queued(Wire):

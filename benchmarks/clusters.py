@@ -5,11 +5,13 @@ which memory.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -66,6 +68,60 @@ def model_in(folder: Path, shape: str) -> Path:
     """The shape's checkpoint folder in `folder`, made if it is not there."""
     model = folder / "model"
     return model if model.exists() else make_model(shape, model)
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Ranks of the trainer and workers of the replicas, by a name such as ep2-tp2 or 1-rep3.
+
+    Before the dash 1, tpN, epN, cpN or dpN; after it 1, tpN or repN. `1to1` is 1-1.
+    """
+
+    name: str = "1to1"
+
+    @property
+    def parallel(self) -> dict[str, int]:
+        """The trainer's `parallel`.
+
+        Raises:
+            ConfigError: the name is none of a topology.
+        """
+        size, count = self._sides()[0]
+        keys = {"tp": "tensor", "ep": "expert", "cp": "context", "dp": "world_size", "": "tensor"}
+        if size not in keys:
+            raise ConfigError(f"a trainer's topology is 1, tpN, epN, cpN or dpN, not {self.name}")
+        return {keys[size]: count}
+
+    @property
+    def ranks(self) -> int:
+        """The trainer's."""
+        return self._sides()[0][1]
+
+    @property
+    def served(self) -> tuple[int, int]:
+        """Replicas, and tensor parallel workers of each."""
+        size, count = self._sides()[1]
+        if size not in ("", "tp", "rep"):
+            raise ConfigError(f"replicas are 1, tpN or repN, not {self.name}")
+        return (count, 1) if size == "rep" else (1, count)
+
+    def _sides(self) -> list[tuple[str, int]]:
+        sides = "1-1" if self.name == "1to1" else self.name
+        found = re.fullmatch(r"([a-z]*)(\d+)-([a-z]*)(\d+)", sides)
+        if found is None:
+            raise ConfigError(f"{self.name!r} is no topology; one is ep2-tp2")
+        trainer, ranks, inference, workers = found.groups()
+        return [(trainer, int(ranks)), (inference, int(workers))]
+
+
+def gpus_of(topology: Topology) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The trainer's and the inference GPUs: of one rank and one worker those of `gpus`."""
+    if topology.name == "1to1":
+        trainer, inference = gpus()
+        return (trainer,), (inference,)
+    replicas, workers = topology.served
+    everything = range(topology.ranks + replicas * workers)
+    return tuple(everything[: topology.ranks]), tuple(everything[topology.ranks :])
 
 
 def gpus() -> tuple[int, int]:
@@ -137,9 +193,10 @@ def cluster_config(
     keep_versions: int = 0,
     max_restarts: int = 2,
     loss_modules: Sequence[str] = (),
+    topology: Topology = Topology(),
 ) -> RunFile:
-    """One trainer rank and one vLLM, LoRA of rank 16; makes the model in `folder` if it is not
-    there.
+    """One trainer rank and one vLLM unless the topology says more, LoRA of rank 16; makes the model
+    in `folder` if it is not there.
 
     Args:
         run: name of the run's folder in `folder`; a new one for each cluster.
@@ -157,8 +214,9 @@ def cluster_config(
     kv_cache = kv_cache_bytes() if cuda else None
     options += ("--kv-cache-memory-bytes", str(kv_cache)) if kv_cache else ()
     options += (*shlex.split(os.environ.get("SPLICE_BENCH_VLLM_ARGS", "")), *vllm)
-    trainer_gpu, inference_gpu = gpus()
-    shared = share_a_gpu((trainer_gpu,), [(inference_gpu,)])
+    trainer_gpus, inference_gpus = gpus_of(topology)
+    replicas, workers = topology.served
+    shared = share_a_gpu(trainer_gpus, [inference_gpus])
     transport = {"transport": "nccl" if cuda and not shared else "tcp"}
     return RunFile(
         name=NAME,
@@ -175,7 +233,8 @@ def cluster_config(
             "lora": {"rank": RANK, "alpha": 2 * RANK, "targets": TARGETS[lora]},
             "micro_batch_tokens": micro_batch_tokens,
             "admission": "skip",
-            "gpus": (trainer_gpu,) if cuda else (),
+            "gpus": trainer_gpus if cuda else (),
+            "parallel": topology.parallel,
             "max_restarts": max_restarts,
             "loss_modules": tuple(loss_modules),
             **transport,
@@ -184,7 +243,9 @@ def cluster_config(
             "python": inference_python(),
             "model": served,
             "load_format": "dummy",
-            "gpus": (inference_gpu,) if cuda else (),
+            "gpus": inference_gpus if cuda else (),
+            "replicas": replicas,
+            "tensor_parallel": workers,
             "max_model_len": max_model_len
             or (8192 if cuda and SHAPES[shape][1] != "tiny" else 512),
             "max_num_seqs": max_num_seqs,
@@ -216,11 +277,15 @@ def restart_orchestrator(cluster: Cluster, *, pause_mode: PauseMode, mode: Publi
         time.sleep(0.2)
 
 
-def memory_readers(cluster: Cluster, device: str) -> dict[str, Callable[[], int]]:
+def memory_readers(
+    cluster: Cluster,
+    device: str,
+    topology: Topology = Topology(),
+) -> dict[str, Callable[[], int]]:
     """Bytes of "trainer" and "inference" now: of their GPUs, or of their processes on a CPU."""
     if device == "cuda":
-        trainer, inference = gpus()
-        return {"trainer": memory.gpus((trainer,)), "inference": memory.gpus((inference,))}
+        trainer, inference = gpus_of(topology)
+        return {"trainer": memory.gpus(trainer), "inference": memory.gpus(inference)}
     processes = {
         name: node.process
         for name, node in cluster.launcher.nodes.items()

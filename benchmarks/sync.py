@@ -8,13 +8,16 @@ running stream, in one run.
     SHAPE/lora-attn/1to1-keep-kv       the same in pause mode keep_kv: the running request is not
                                        prefilled again
     SHAPE/lora-attn/1to1-all-tensors   `Resync`
+    SHAPE/lora-all/ep2-tp2             `Resync` from two expert parallel ranks to two tensor
+                                       parallel workers; see `clusters.Topology`
 
 The peer sends the same tensors: all of them, or where ours sent the changed ones those that have an
 adapter. It is measured once for both LoRAs of a shape. `pause_to_resume_s` is the largest gap
 between tokens of the running stream: from the last token before the pause to the first one after
 the resume, so re-prefill and verification are inside. Ours exports, merges and verifies; the peer
 only sends random bytes and checks nothing. Memory is watched during the first two publications,
-which are not timed. Last, the trainer makes a step and publishes it (`first_step_s`).
+which are not timed. Last, the trainer makes a step and publishes it (`first_step_s`), and more
+steps under the stream: `step_pause_to_resume_s` is the gap that a step's publication makes.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ from orchestrator.protocol.messages import (
     Publish,
     Resync,
     TensorSpec,
+    TrainMergedResult,
 )
 from splice.cluster import Cluster
 
@@ -80,6 +84,8 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
     30b-a3b/lora-all,30b-a3b/lora-attn,8b/lora-all, or tiny's two with --small and on a cpu);
     samples from SPLICE_BENCH_SAMPLES; trainer and inference GPU from SPLICE_BENCH_GPUS (0,1);
     SPLICE_BENCH_EAGER=1: both vLLMs without compiling and CUDA graphs;
+    SPLICE_BENCH_TOPOLOGIES: 1to1 (the default), or more names of `clusters.Topology`; beyond 1to1
+    without the peer, on GPUs 0, 1 and so on: first the trainer's.
     SPLICE_BENCH_ROUNDING: stochastic (the default) or nearest.
     SPLICE_BENCH_QUANTIZATION: `--quantization` of our vLLM, such as fp8, or blocks: it serves a
     checkpoint in block-scaled FP8. The peer's stays bf16. SPLICE_BENCH_STOCK=0: no peer.
@@ -97,7 +103,11 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
     for shape in dict.fromkeys(plan.partition("/")[0] for plan in plans):
         with TemporaryDirectory(prefix="splice-bench-") as folder:
             loras = [plan.partition("/")[2] for plan in plans if plan.startswith(f"{shape}/")]
-            yield from _shape(shape, loras, Path(folder), device=device, samples=samples)
+            for name in os.environ.get("SPLICE_BENCH_TOPOLOGIES", "1to1").split(","):
+                topology = clusters.Topology(name)
+                yield from _shape(
+                    shape, loras, Path(folder), topology, device=device, samples=samples
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,17 +137,26 @@ def _ways(lora: str) -> list[Way]:
 
 
 def _shape(
-    shape: str, loras: Sequence[str], folder: Path, *, device: str, samples: int
+    shape: str,
+    loras: Sequence[str],
+    folder: Path,
+    topology: clusters.Topology,
+    *,
+    device: str,
+    samples: int,
 ) -> Iterator[Case]:
     """All of the peer's on one server, then ours for each kind of LoRA in a cluster of its own."""
     wanted = dict.fromkeys((way.linears, way.keep_kv) for lora in loras for way in _ways(lora))
     clusters.model_in(folder, shape)
     with ThreadPoolExecutor(1) as thread:
-        peer = thread.submit(_peer, device, shape, folder, samples, tuple(wanted))
+        compared = tuple(wanted) if topology.name == "1to1" else ()
+        peer = thread.submit(_peer, device, shape, folder, samples, compared)
         if not turns.is_shared():  # the two servers do not fit on a GPU together
             peer.result()
         for lora in loras:
-            yield from _ours(shape, lora, folder, device=device, samples=samples, peer=peer)
+            yield from _ours(
+                shape, lora, folder, topology, device=device, samples=samples, peer=peer
+            )
 
 
 def _peer(
@@ -148,7 +167,7 @@ def _peer(
     wanted: Sequence[tuple[tuple[str, ...], bool]],
 ) -> Peers:
     """What the stock engine did; nothing on a CPU, without SPLICE_BENCH_STOCK, or if it failed."""
-    if device != "cuda" or os.environ.get("SPLICE_BENCH_STOCK", "1") == "0":
+    if device != "cuda" or not wanted or os.environ.get("SPLICE_BENCH_STOCK", "1") == "0":
         return {}
     try:
         return _stock(shape, folder, samples=samples, wanted=wanted)
@@ -196,6 +215,7 @@ def _ours(
     shape: str,
     lora: str,
     folder: Path,
+    topology: clusters.Topology,
     *,
     device: str,
     samples: int,
@@ -203,21 +223,28 @@ def _ours(
 ) -> Iterator[Case]:
     """One cluster's cases, each as soon as it and the peer's are measured."""
     config = clusters.cluster_config(
-        shape, folder, device=device, run=f"run-{lora}", lora=lora, max_num_seqs=SEQS
+        shape,
+        folder,
+        device=device,
+        run=f"run-{lora}-{topology.name}",
+        lora=lora,
+        max_num_seqs=SEQS,
+        topology=topology,
     )
+    name = f"{shape}/{lora}/{topology.name}"
 
     def said(log: str, after: str) -> list[str]:
         lines = (config.run_dir / "logs" / log).read_text().splitlines()
         return [line.partition(after)[2] for line in lines if after in line]
 
     with turns.started(Cluster(config)) as cluster:
-        readers = clusters.memory_readers(cluster, device)
+        readers = clusters.memory_readers(cluster, device, topology)
         with turns.alone(), memory.watched(readers, poll_s=0.02) as peaks:
             cluster.client.run(InitialSync())
             cluster.client.run(Resync())  # the first one in a layout pays for making its tables
         for side, peak in peaks.items():
             yield Case(
-                name=f"{shape}/{lora}/1to1",
+                name=name,
                 metric=f"{side}_memory_bytes",
                 unit="B",
                 samples=(float(peak.beyond),),
@@ -239,8 +266,7 @@ def _ours(
                 with TokenStream(base_url=url, model=clusters.NAME, max_tokens=LONGEST) as stream:
                     seen = _sampled(stream, samples, partial(_publish, cluster, way.job))
             print(
-                f"{shape}/{lora}/1to1{way.end}: pause to resume "
-                f"{[round(gap, 4) for gap in seen.gaps]} s",
+                f"{name}{way.end}: pause to resume {[round(gap, 4) for gap in seen.gaps]} s",
                 flush=True,
             )
             sent = clusters.TARGETS[lora] if seen.results[-1].get("sent") == "changed" else ()
@@ -256,17 +282,29 @@ def _ours(
                 ][:50],
             }
             stock = peer.result().get((sent, way.keep_kv))
-            yield from _cases(f"{shape}/{lora}/1to1{way.end}", lora, seen, stock, more)
-        yield _trained(cluster, f"{shape}/{lora}/1to1")
+            yield from _cases(f"{name}{way.end}", lora, seen, stock, more)
+        yield from _trained(cluster, name, samples)
 
 
-def _trained(cluster: Cluster, name: str) -> Case:
-    """A step on random tokens, and the publication of what it made: not the speed of either."""
-    batch, optim = clusters.random_batch(4, 256), OptimParams(lr=1e-4)
+def _trained(cluster: Cluster, name: str, samples: int) -> Iterator[Case]:
+    """Steps on random tokens, and the publications of what they made: not the speed of a step."""
+    is_tiny = clusters.SHAPES[name.partition("/")[0]][1] == "tiny"
+    batch = clusters.random_batch(4, 64) if is_tiny else clusters.random_batch(16, 512)
+    optim = OptimParams(lr=1e-4)
+
+    def step() -> TrainMergedResult:
+        return cluster.client.train_merged(batch, LossSpec(name="cross_entropy"), optim)
+
     with turns.alone():
         began = time.monotonic()
-        result = cluster.client.train_merged(batch, LossSpec(name="cross_entropy"), optim)
+        result = step()
         ended = time.monotonic()
+        step()
+        with TokenStream(
+            base_url=cluster.base_urls[0], model=clusters.NAME, max_tokens=LONGEST
+        ) as stream:
+            seen = _sampled(stream, min(samples, 5), lambda: step().model_dump(), warm=1)
+    print(f"{name}: in a step {[round(gap, 4) for gap in seen.gaps]} s", flush=True)
     settings = {
         "alias": result.alias,
         "bytes_sent": result.bytes_sent,
@@ -274,8 +312,15 @@ def _trained(cluster: Cluster, name: str) -> Case:
         "metrics": result.metrics,
         "warnings": result.warnings,
     }
-    return Case(
+    yield Case(
         name=name, metric="first_step_s", unit="s", samples=(ended - began,), settings=settings
+    )
+    yield Case(
+        name=name,
+        metric="step_pause_to_resume_s",
+        unit="s",
+        samples=tuple(seen.gaps),
+        settings={"phases": seen.phases},
     )
 
 
@@ -334,12 +379,12 @@ def _peer_publication(publish: Callable[[], dict[str, float]]) -> dict[str, Any]
     return {"seconds": publish()}
 
 
-def _sampled(stream: TokenStream, samples: int, publish: Any) -> Seen:
-    """Publish `samples` times under the stream, after WARM times that do not count: what a server
+def _sampled(stream: TokenStream, samples: int, publish: Any, *, warm: int = WARM) -> Seen:
+    """Publish `samples` times under the stream, after `warm` times that do not count: what a server
     compiles for a prefill of a new length is not what is measured.
     """
     seen = Seen()
-    for _ in range(WARM):
+    for _ in range(warm):
         time.sleep(0.5)
         publish()
         stream.wait_for_token_after(time.monotonic())

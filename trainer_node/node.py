@@ -133,6 +133,7 @@ class Node:
         return {
             "model": str(config.model),
             "parallel": config.parallel.model_dump(),
+            "ranks": dist.get_world_size(),
             "trainable_parameters": model.num_parameters,
             "dtype": config.dtype,
             "device": config.device,

@@ -34,6 +34,7 @@ from trainer_node.request import NotReady, Outcome, Request
 from trainer_node.state import checkpoint
 from trainer_node.training.trainer import Trainer
 from trainer_node.transfer import Chunks, Export, Transfer
+from weight_transfer import edges
 from weight_transfer.chunks import SendReport
 
 log = logging.getLogger("splice.trainer")
@@ -86,8 +87,9 @@ class Publication:
             request.check_abort()  # it may have come before there was anything to abort
             request.progress("listening", rendezvous=addresses)
 
-        if request.link is not None:
-            self._transfer.open(request.message, on_listening=on_listening)
+        self._transfer.open(
+            request.message, on_listening=on_listening, group=self._model.control_group
+        )
         return Outcome()
 
     def leave_group(self, _: Request[LeaveTransferGroup]) -> Outcome:
@@ -114,7 +116,7 @@ class Publication:
     def use_layout(self, request: Request[UseLayout]) -> Outcome:
         """Plan the export in the receivers' order, if this trainer can fill it."""
         request.progress("planning the layout")
-        part, fp8 = request.message.part, request.message.fp8
+        part, fp8, texts = request.message.part, request.message.fp8, request.message.keeps
         base = self._exporter.manifest()
         manifest = fp8_manifest(base, fp8)
         changed_only = part is not None
@@ -125,29 +127,36 @@ class Publication:
         order = [chunk.tensors for chunk in request.message.layout.chunks]
         sent = manifest if part is None else manifest.part(part)
         export: Export | str
-        if fp8 is None:
-            export = self._plan_export(sent, order, part)
-        else:
+        if fp8 is not None and texts is not None:
+            export = "the scales of FP8 weights are made of whole tensors, on one rank"
+        elif fp8 is not None:
             export = self._plan_fp8(base, manifest, order, part, fp8)
-        chunks, why_not = None, None
-        if isinstance(export, str):
-            why_not = export
         else:
-            chunks = Chunks(manifest=sent, order=order, export=export)
+            keeps = None if texts is None else [_keeps_of(text, part) for text in texts]
+            export = self._plan_export(sent, order, part, keeps)
+        if isinstance(export, str):
+            self._transfer.use_chunks(None, changed_only=changed_only)
+            return Outcome(result={"why_not": export})
+        chunks = Chunks(manifest=sent, order=order, export=export)
         self._transfer.use_chunks(chunks, changed_only=changed_only)
-        return Outcome(result={"why_not": why_not})
+        tables = [edges.to_text(t) for t in chunks.tables] if texts is not None else None
+        return Outcome(result={"why_not": None, "tables": tables})
 
     def _plan_export(
-        self, manifest: Manifest, order: Sequence[Sequence[int]], part: Sequence[int] | None
+        self,
+        manifest: Manifest,
+        order: Sequence[Sequence[int]],
+        part: Sequence[int] | None,
+        keeps: Sequence[edges.Keeps] | None = None,
     ) -> wire_export.WireExport | BridgeExport | str:
         """Return the export that fills the chunks, or why none can; the same on every rank."""
         reason = wire_export.supports(self._model)
         if reason is None:
             try:
-                return wire_export.WireExport(self._model, manifest, order)
+                return wire_export.WireExport(self._model, manifest, order, keeps=keeps)
             except PartitionError as error:
                 reason = str(error)
-        if not is_manifest_order(order, manifest):
+        if keeps is not None or not is_manifest_order(order, manifest):
             return reason
         config = self._model.config
         timeout_s = config.collective_timeout_s if config.parallel.splits_the_model else None
@@ -227,7 +236,7 @@ class Publication:
             self._check_ready(request)
             export.start(limit=deadline + OUT_OF_STEP_S)
         request.progress("sending", version=message.version)
-        if request.link is None:
+        if request.link is None and chunks.steps is None:
             with self._lockstep.agree():
                 export.contribute()
             self._trainer.steps_since_sent = 0
@@ -235,6 +244,10 @@ class Publication:
         deadline = min(deadline, time.monotonic() + export.longest_s)
         report = transfer.send(chunks, deadline=deadline, agreement=self._lockstep.agree())
         self._trainer.steps_since_sent = 0
+        if chunks.steps is not None:  # the ranks' digests add up, modulo 2^64
+            torch.distributed.all_reduce(report.digests_N, group=self._model.control_group)
+        if request.link is None:
+            return Outcome()
         report.seconds.update(export.seconds(report.seconds.pop("fill")))
         return self._sent(message, report)
 
@@ -265,6 +278,12 @@ class Publication:
             tensors=(spec,),
             buffers=(digests.contiguous().numpy().tobytes(),),
         )
+
+
+def _keeps_of(text: str, part: Sequence[int] | None) -> edges.Keeps:
+    """What a worker keeps of the whole manifest, or of its part."""
+    keeps = edges.keeps_of(edges.from_text(text, columns=edges.KEEPS_COLUMNS))
+    return keeps if part is None else {n: keeps[i] for n, i in enumerate(part) if i in keeps}
 
 
 def _check_part(manifest: Manifest, tensors: Sequence[int]) -> None:

@@ -1,23 +1,29 @@
-"""The transfer groups and the sender of rank 0, and the layouts of every rank."""
+"""The transfer groups and the layouts of every rank, and the sender of rank 0."""
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 
-from orchestrator.protocol.messages import Manifest, OpenTransferGroup
+from orchestrator.processes.interfaces import address_towards
+from orchestrator.protocol.messages import Manifest, OpenTransferGroup, Rendezvous
 from trainer_node.export.bridge_export import BridgeExport
 from trainer_node.export.fp8_export import Fp8Export
 from trainer_node.export.wire_export import WireExport
-from trainer_node.ranks import gpu
+from trainer_node.ranks import gpu, objects
+from trainer_node.ranks.abort_signal import AbortSignal
+from trainer_node.ranks.lockstep import agree, send_error
 from weight_transfer.chunks import ChunkSender, SendReport
+from weight_transfer.edges import Step, Table
 from weight_transfer.groups import GroupListener, TransferGroup, open_listener
 
 log = logging.getLogger("splice.trainer")
@@ -34,6 +40,16 @@ class Chunks:
     order: Sequence[Sequence[int]]
     export: Export
 
+    @property
+    def steps(self) -> Sequence[Step] | None:
+        """What every rank sends to each worker. None: rank 0 sends whole chunks."""
+        return self.export.steps if isinstance(self.export, WireExport) else None
+
+    @property
+    def tables(self) -> Sequence[Table]:
+        """What each worker receives, if every rank sends."""
+        return self.export.tables if isinstance(self.export, WireExport) else ()
+
 
 class Transfer:
     """The transfer groups, the sender and the planned layouts.
@@ -43,6 +59,7 @@ class Transfer:
 
     def __init__(self, *, host: str, device: torch.device) -> None:
         self._host, self._device = host, device
+        self.signal = AbortSignal()
         self._lock = threading.Lock()
         self._listeners: dict[str, GroupListener] = {}
         self._groups: dict[str, TransferGroup] = {}
@@ -50,38 +67,46 @@ class Transfer:
         self._chunks: dict[bool, Chunks] = {}
         """Whether an update is partial (`changed_only`) -> its chunks."""
         self._changed_only = False
+        self._has_sent = False
+        """Whether everything was sent since the layouts were planned."""
         self._why_not = NO_GROUP
 
     # ------------------------------------------------------------ groups
 
     def open(
-        self, message: OpenTransferGroup, *, on_listening: Callable[[dict[str, Any]], None]
+        self,
+        message: OpenTransferGroup,
+        *,
+        on_listening: Callable[[dict[str, Any]], None],
+        group: Any = None,
     ) -> None:
         """Listen, report the addresses, and join every replica before the deadline; all or none.
 
+        A collective of all ranks, each of which is a sender of every replica's group.
+
+        Args:
+            on_listening: gets the rendezvous of each replica's workers.
+            group: the gloo control group of all ranks.
+
         Raises:
             TransferError, ConfigError: see `weight_transfer.groups`.
+            SendFailed: another rank failed.
         """
         self.close()
         deadline = time.monotonic() + message.deadline_s
         joined: dict[str, TransferGroup] = {}
-        listeners: dict[str, GroupListener] = {}  # an abort empties `_listeners`
         try:
-            for replica, workers in message.replicas.items():
-                listeners[replica] = open_listener(
-                    transport=message.transport,
-                    host=self._host,
-                    world_size=1 + workers,
-                    device=self._device,
-                )
-                with self._lock:
-                    self._listeners[replica] = listeners[replica]
-            on_listening({r: x.rendezvous.model_dump(mode="python") for r, x in listeners.items()})
-            for replica, listener in listeners.items():
-                joined[replica] = listener.join(max(0.001, deadline - time.monotonic()))
+            with _agreed(group):
+                listeners = self._listen(message)
+            everyones = _everyones(listeners, group)
+            with _agreed(group), self.signal.watching(lambda _: self._close_listeners()):
+                addresses = {r: x.meet(everyones[r]) for r, x in listeners.items()}
+                on_listening({r: x.model_dump(mode="python") for r, x in addresses.items()})
+                for replica, listener in listeners.items():
+                    joined[replica] = listener.join(max(0.001, deadline - time.monotonic()))
         except BaseException as error:
-            for group in joined.values():
-                group.close()
+            for one in joined.values():
+                one.close()
             self._why_not = (
                 f"opening the transfer group failed ({error}); send OpenTransferGroup again"
             )
@@ -91,12 +116,33 @@ class Transfer:
         with self._lock:
             self._groups = joined
 
+    def _listen(self, message: OpenTransferGroup) -> dict[str, GroupListener]:
+        """Open this rank's listener of every replica."""
+        listeners: dict[str, GroupListener] = {}  # an abort empties `_listeners`
+        rank, senders = _rank_and_world_size()
+        for replica, workers in message.replicas.items():
+            listeners[replica] = open_listener(
+                transport=message.transport,
+                host=self._host if rank == 0 else _own_host(self._host),
+                world_size=senders + workers,
+                device=self._device,
+                senders=senders,
+                rank=rank,
+            )
+            with self._lock:
+                self._listeners[replica] = listeners[replica]
+        return listeners
+
     def problem(self) -> str | None:
         """Why nothing can be sent now; None if it can."""
         return None if self._groups or self._sender is not None else self._why_not
 
     def abort(self, reason: str) -> None:
-        """End a join or send. Callable from any thread."""
+        """End a join or send, on every rank. Callable from any thread."""
+        self.signal.raise_(reason)
+        self._abort_here(reason)
+
+    def _abort_here(self, reason: str) -> None:
         self._close_listeners()
         with self._lock:
             sender, groups = self._sender, list(self._groups.values())
@@ -132,6 +178,7 @@ class Transfer:
     def use_chunks(self, chunks: Chunks | None, *, changed_only: bool) -> None:
         """Send these chunks from now on, for full or for partial updates; None forgets them."""
         self.free_buffers()
+        self._has_sent = False
         self._chunks.pop(changed_only, None)
         if chunks is not None:
             self._chunks[changed_only] = chunks
@@ -144,15 +191,23 @@ class Transfer:
         return self._chunks.get(changed_only)
 
     def prepare(self) -> None:
-        """Queue what the next send needs of new weights, if it is of the kind of the last one."""
-        chunks = self._chunks.get(self._changed_only)
-        if chunks is None or not isinstance(chunks.export, Fp8Export):
+        """Make what the next send needs, so that no pause waits for it: the sender with its tables,
+        and what an FP8 export has of new weights. After a full send the changed part is expected.
+        """
+        chunks = self.choose(
+            changed_only=self._changed_only or (self._has_sent and True in self._chunks)
+        )
+        if chunks is None or not self._groups:
             return
         try:
-            chunks.export.prepare()
+            if chunks.steps is not None or _rank_and_world_size()[0] == 0:
+                self._sender_of(chunks)
+            if isinstance(chunks.export, Fp8Export):
+                chunks.export.prepare()
         except (RuntimeError, MemoryError) as error:  # a save must not fail for it; the send tries
             log.warning("the send is not prepared: %s", error)
-            chunks.export.forget_prepared()
+            if isinstance(chunks.export, Fp8Export):
+                chunks.export.forget_prepared()
 
     def forget_prepared(self) -> None:
         """Trust nothing that was prepared, because the weights may change now."""
@@ -183,7 +238,7 @@ class Transfer:
             agreement: `Lockstep.agree`, so that every rank learns of a failure.
         """
         try:
-            with agreement:
+            with agreement, self._watching(chunks):
                 try:
                     sender = self._sender_of(chunks)
                     report = sender.send(deadline_s=deadline - time.monotonic())
@@ -194,7 +249,12 @@ class Transfer:
             self.close()
             self._why_not = f"the last transfer failed ({error}); send OpenTransferGroup first"
             raise
+        self._has_sent = True
         return report
+
+    def _watching(self, chunks: Chunks) -> AbstractContextManager[None]:
+        """If every rank sends, a rank that fails or is aborted ends the others' sends."""
+        return nullcontext() if chunks.steps is None else self.signal.watching(self._abort_here)
 
     def _sender_of(self, chunks: Chunks) -> ChunkSender:
         with self._lock:
@@ -205,6 +265,36 @@ class Transfer:
                     chunks=chunks.order,
                     fill=chunks.export.fill,
                     resident=chunks.export.resident,
+                    steps=chunks.steps,
                     device=self._device,
                 )
             return self._sender
+
+
+# ---------------------------------------------------------------- several ranks
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _own_host(host: str) -> str:
+    """Address at which workers reach a rank other than 0; `host` if all are on one host."""
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        return host
+    return address_towards(os.environ["MASTER_ADDR"])
+
+
+def _everyones(listeners: Mapping[str, GroupListener], group: Any) -> dict[str, list[Rendezvous]]:
+    """Replica -> every rank's rendezvous, by rank. A collective."""
+    mine = {r: x.rendezvous for r, x in listeners.items()}
+    if _rank_and_world_size()[1] == 1:
+        return {r: [x] for r, x in mine.items()}
+    dumped = {r: x.model_dump(mode="python") for r, x in mine.items()}
+    gathered = objects.all_gather(dumped, group=group)
+    return {r: [Rendezvous.model_validate(one[r]) for one in gathered] for r in mine}
+
+
+def _agreed(group: Any) -> AbstractContextManager[None]:
+    """Run a block of `open` on every rank; see `lockstep.agree`."""
+    return nullcontext() if _rank_and_world_size()[1] == 1 else agree(group, send_error)

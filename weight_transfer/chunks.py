@@ -27,6 +27,7 @@ from orchestrator.errors import ManifestError, TransferAborted, TransferError, T
 from orchestrator.protocol.messages import DTYPE_BYTES, Manifest
 from weight_transfer.cuda_events import QUEUED_CHUNKS, wait_for_event
 from weight_transfer.digest import PreparedDigest
+from weight_transfer.edges import Step, digest_of_pieces, send_from
 from weight_transfer.groups import TransferGroup
 from weight_transfer.layout import chunk_offsets, views_of
 
@@ -101,6 +102,7 @@ class ChunkSender:
     Args:
         groups: replica's node id -> its joined group (rank 0). `close` closes them.
         chunks: manifest indices of each chunk; every tensor of the manifest once.
+        steps: what this rank sends to each worker, instead of whole chunks to all.
         fill: writes the merged bytes of a chunk into a uint8 buffer. On CUDA it queues the work on
             the current stream. The sender calls it for every chunk, in order.
         resident: returns the memory that already holds a chunk's bytes, or None for a chunk to be
@@ -119,6 +121,7 @@ class ChunkSender:
         fill: Fill,
         device: torch.device | str,
         resident: Callable[[int], torch.Tensor | None] = lambda _: None,
+        steps: Sequence[Step] | None = None,
     ) -> None:
         if sorted(i for c in chunks for i in c) != list(range(len(manifest.tensors))):
             raise ManifestError(
@@ -131,9 +134,14 @@ class ChunkSender:
         self._manifest, self._fill, self._resident = manifest, fill, resident
         self._device = torch.device(device)
         self._chunks = [tuple(c) for c in chunks]
-        self._nbytes = [sum(manifest.tensors[i].nbytes for i in c) for c in self._chunks]
+        self._steps = steps
+        self._nbytes = (
+            [sum(manifest.tensors[i].nbytes for i in c) for c in self._chunks]
+            if steps is None
+            else [step.nbytes for step in steps]
+        )
         self._is_cuda = self._device.type == "cuda"
-        self._is_resident = [resident(k) is not None for k in range(len(self._chunks))]
+        self._is_resident = [resident(k) is not None for k in range(len(self._nbytes))]
         in_ring = [0 if r else n for n, r in zip(self._nbytes, self._is_resident, strict=True)]
         at_once = RING_CHUNKS if self._is_cuda else 1
         usual = usual_bytes(in_ring, at_once=at_once)
@@ -141,9 +149,9 @@ class ChunkSender:
         self._places = ring_places(in_ring, capacity, usual=usual)
         self._ring_B = torch.empty(capacity, dtype=torch.uint8, device=self._device)
         self._digests = (
-            [self._prepare(k) for k in range(len(self._chunks))] if self._is_cuda else []
+            [self._prepare(k) for k in range(len(self._nbytes))] if self._is_cuda else []
         )
-        self._digested_at = [self._buffer(k).data_ptr() for k in range(len(self._chunks))]
+        self._digested_at = [self._buffer(k).data_ptr() for k in range(len(self._nbytes))]
         """Address of each chunk in its digest's table."""
         self._streams = _streams(self._device) if self._is_cuda else None
         for stream in self._streams or ():
@@ -172,6 +180,8 @@ class ChunkSender:
         return views_of(self._buffer(k), specs)
 
     def _prepare(self, k: int) -> PreparedDigest:
+        if self._steps is not None:
+            return digest_of_pieces([self._buffer(k)], [self._steps[k]], self._manifest.tensors)
         return PreparedDigest(self._views(k), rows=self._chunks[k])
 
     def send(self, *, deadline_s: float) -> SendReport:
@@ -225,7 +235,9 @@ class ChunkSender:
         for stream in self._streams or ():
             stream.wait_stream(torch.cuda.current_stream(self._device))
             digests_N.record_stream(stream)
-        for k in range(len(self._chunks)):
+        for k, nbytes in enumerate(self._nbytes):
+            if not nbytes:  # a step in which this rank sends nothing
+                continue
             with _timed(seconds, "wire"):
                 while self._is_too_far_ahead(k):
                     self._wait_for_oldest(deadline)
@@ -254,13 +266,15 @@ class ChunkSender:
 
     def _broadcast(self, k: int, deadline: float) -> list[_Use]:
         uses: list[_Use] = []
+        deliveries = None if self._steps is None else self._steps[k].deliveries
         for name, group in self._groups.items():
+            send = functools.partial(send_from, self._buffer(k), deliveries, group=group)
             with _named_replica(name):
                 if self._streams is None:
-                    group.broadcast(self._buffer(k), deadline_s=self._left_s(deadline))
+                    send(deadline_s=self._left_s(deadline))
                     continue
                 with torch.cuda.stream(self._streams[0]):
-                    event = group.broadcast(self._buffer(k), deadline_s=self._left_s(deadline))
+                    event = send(deadline_s=self._left_s(deadline))
                 if event is not None:
                     uses.append((name, event))
         return uses
@@ -268,7 +282,7 @@ class ChunkSender:
     def _digest(self, k: int, digests_N: torch.Tensor) -> list[_Use]:
         """Digest chunk k's bytes from the ring, at the same time as the wire."""
         if self._streams is None:
-            PreparedDigest(self._views(k), rows=self._chunks[k]).launch(digests_N)
+            self._prepare(k).launch(digests_N)
             return []
         filling, digesting = self._streams
         if self._is_resident[k] and (at := self._buffer(k).data_ptr()) != self._digested_at[k]:

@@ -7,7 +7,8 @@ The secret reaches the worker over the control channel and serves one join. It i
     trainer -> worker    HMAC(secret, "trainer", all)                   32 bytes
     trainer -> worker    length, text                                   2 bytes and more
 
-The last message follows once all ranks have joined. Its text says why the join failed, or is empty.
+Each of the trainer's ranks that send has a listener and a secret. The last message follows once all
+workers have joined the listener. Its text says why the join failed, or is empty.
 
 The trainer drops a connection that has not proved itself within `PROOF_S`. All connections run the
 handshake at the same time. More than `MOST_UNPROVEN` strangers can push out a worker's connection;
@@ -97,7 +98,7 @@ def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
     return came
 
 
-# ------------------------------------------------------------ the trainer
+# ------------------------------------------------------------ a trainer's rank
 
 
 class Reception:
@@ -139,7 +140,7 @@ class Reception:
         Raises:
             TransferTimeout, TransferAborted, TransferError: as `GroupListener.join` does.
         """
-        missing = set(range(1, self._rendezvous.world_size))
+        missing = set(range(self._rendezvous.senders, self._rendezvous.world_size))
         while missing:
             if closed.is_set():
                 raise TransferAborted(
@@ -163,7 +164,8 @@ class Reception:
             self._accept()
         elif connection in self._workers:  # a proven worker sends nothing more
             rank = self._workers[connection]
-            num_missing = self._rendezvous.world_size - 1 - len(self._workers)
+            num_workers = self._rendezvous.world_size - self._rendezvous.senders
+            num_missing = num_workers - len(self._workers)
             raise TransferError(
                 f"rank {rank} disconnected while {num_missing} others were missing; "
                 "it is gone, or its deadline passed"
@@ -192,7 +194,7 @@ class Reception:
         is_proven = hmac.compare_digest(one.came[-PROOF_BYTES:], expected)
         if (
             not is_proven
-            or not 0 < rank < self._rendezvous.world_size
+            or not self._rendezvous.senders <= rank < self._rendezvous.world_size
             or rank in self._workers.values()
         ):
             self._drop(one.connection)

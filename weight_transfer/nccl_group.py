@@ -1,8 +1,9 @@
 """The trainer's end of the NCCL transport: cupy's communicator talks to vLLM's pynccl.
 
 Rank 0 makes the unique id, and all ranks call ncclCommInitRank with it. Right after it every vLLM
-worker issues a one-element float32 all-reduce. The trainer must issue the same, or all ranks hang.
-Then rank 0 broadcasts uint8 buffers. The trainer does not import vLLM.
+worker issues a one-element float32 all-reduce. Every sender must issue the same, or all ranks hang.
+With several senders, each then sends a byte to each worker, because the first message between two
+ranks connects them. Then uint8 buffers follow. The trainer does not import vLLM.
 
 Hazards and their answers:
 - ncclCommInitRank blocks until all ranks call it, and nothing interrupts it. It runs in a daemon
@@ -20,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -76,9 +78,11 @@ class NcclGroup:
         self._stream = torch.cuda.Stream(device, priority=WIRE_PRIORITY)
         self._reason: str | None = None
         self._abort_lock = threading.Lock()
+        self._lock = threading.Lock()
+        """Held by a call into NCCL. `abort` waits for it, for at most ABORT_GRACE_S."""
 
     def synchronize(self, event: torch.cuda.Event, *, deadline_s: float) -> None:
-        """Wait for the event of a broadcast.
+        """Wait for the event of a call.
 
         The wait ends on NCCL's asynchronous errors, on `abort` and at the deadline.
         """
@@ -88,6 +92,16 @@ class NcclGroup:
 
     def _check(self) -> None:
         self._raise_if_aborted()
+
+    @contextlib.contextmanager
+    def _without_calls(self) -> Iterator[None]:
+        """Keep other calls out of NCCL, unless one is stuck there."""
+        held = self._lock.acquire(timeout=ABORT_GRACE_S)
+        try:
+            yield
+        finally:
+            if held:
+                self._lock.release()
 
     def _recorded(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -100,16 +114,28 @@ class NcclGroup:
 
 
 class NcclSenderGroup(NcclGroup):
-    """A `TransferGroup` over NCCL, rank 0. Made by `NcclListener.join`."""
+    """A sender's `TransferGroup` over NCCL. Made by `NcclListener.join`.
 
-    def __init__(self, *, communicator: Any, device: torch.device) -> None:
-        """Take ownership of the communicator."""
+    Args:
+        communicator: the group takes ownership of it.
+        rank: this sender.
+    """
+
+    def __init__(
+        self,
+        *,
+        communicator: Any,
+        device: torch.device,
+        rank: int,
+        senders: int,
+        world_size: int,
+    ) -> None:
         super().__init__(device=device, other_end="a worker")
         self._nccl, self._communicator = _cupy_nccl(), communicator
-        self._lock = threading.Lock()
+        self._rank, self._senders, self._num_workers = rank, senders, world_size - senders
 
     def warm_up(self, *, deadline_s: float) -> None:
-        """Issue the one-element float32 all-reduce that every vLLM worker issues after joining."""
+        """Issue what every worker issues after joining; see the module."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             one = torch.zeros(1, dtype=torch.float32, device=self._device)
             self._call(
@@ -122,21 +148,21 @@ class NcclSenderGroup(NcclGroup):
                 self._stream.cuda_stream,
             )
             self.synchronize(self._recorded(), deadline_s=deadline_s)
+            if self._senders > 1:
+                byte_B = one.view(torch.uint8)[:1]
+                event = self._send_to_all(byte_B, deadline_s=deadline_s)
+                self.synchronize(event, deadline_s=deadline_s)
 
-    def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event:
+    def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event | None:
         """Queue the buffer on the group's stream, after the current stream's work.
 
         See `TransferGroup.broadcast`.
         """
-        if (
-            buffer_B.dtype != torch.uint8
-            or buffer_B.device != self._device
-            or not buffer_B.is_contiguous()
-        ):
-            raise ValueError(
-                f"expected a contiguous uint8 buffer on {self._device}, "
-                f"got {buffer_B.dtype} on {buffer_B.device}"
-            )
+        if self._senders > 1:
+            if self._rank or not buffer_B.numel():
+                return None
+            return self._send_to_all(buffer_B, deadline_s=deadline_s)
+        self._check_buffer(buffer_B)
         with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             self._call(
@@ -149,6 +175,52 @@ class NcclSenderGroup(NcclGroup):
             )
             return self._recorded()
 
+    def send(
+        self, messages: Sequence[tuple[int, torch.Tensor]], *, deadline_s: float
+    ) -> torch.cuda.Event | None:
+        """Queue the messages as one group of NCCL calls. See `TransferGroup.send`."""
+        for _, buffer_B in messages:
+            self._check_buffer(buffer_B)
+        if not messages:
+            self._raise_if_aborted()
+            return None
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            stream, uint8 = self._stream.cuda_stream, self._nccl.NCCL_UINT8
+            with self._calling("send") as communicator:
+                self._nccl.groupStart()
+                try:
+                    for position, buffer_B in messages:
+                        peer = self._senders + position
+                        at, count = buffer_B.data_ptr(), buffer_B.numel()
+                        communicator.send(at, count, uint8, peer, stream)
+                finally:
+                    self._nccl.groupEnd()
+            return self._recorded()
+
+    def receive(
+        self, messages: Sequence[tuple[int, torch.Tensor]], *, deadline_s: float
+    ) -> torch.cuda.Event | None:
+        """Refuse: this end only sends."""
+        raise ValueError("a sender's group receives nothing")
+
+    def _send_to_all(self, buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event:
+        messages = [(position, buffer_B) for position in range(self._num_workers)]
+        event = self.send(messages, deadline_s=deadline_s)
+        assert event is not None
+        return event
+
+    def _check_buffer(self, buffer_B: torch.Tensor) -> None:
+        if (
+            buffer_B.dtype != torch.uint8
+            or buffer_B.device != self._device
+            or not buffer_B.is_contiguous()
+        ):
+            raise ValueError(
+                f"expected a contiguous uint8 buffer on {self._device}, "
+                f"got {buffer_B.dtype} on {buffer_B.device}"
+            )
+
     def _check(self) -> None:
         self._call("check_async_error")
 
@@ -160,30 +232,31 @@ class NcclSenderGroup(NcclGroup):
             communicator, self._communicator = self._communicator, None
         if communicator is None:
             return
-        held = self._lock.acquire(timeout=ABORT_GRACE_S)
-        try:
-            with (
-                torch.cuda.device(self._device),
-                contextlib.suppress(self._nccl.NcclError, KeyError),
-            ):
-                communicator.abort()
-        finally:
-            if held:
-                self._lock.release()
+        with (
+            self._without_calls(),
+            torch.cuda.device(self._device),
+            contextlib.suppress(self._nccl.NcclError, KeyError),
+        ):
+            communicator.abort()
 
     def close(self) -> None:
         """Abort the idle communicator: ncclCommDestroy would wait for peers that may be gone."""
         self.abort("the transfer group is closed")
 
     def _call(self, method: str, *args: Any) -> None:
-        """Call the communicator under the lock that `abort` takes."""
+        with self._calling(method) as communicator:
+            getattr(communicator, method)(*args)
+
+    @contextlib.contextmanager
+    def _calling(self, method: str) -> Iterator[Any]:
+        """Use the communicator under the lock that `abort` takes; NCCL's errors become ours."""
         with self._lock:
             communicator = self._communicator
             self._raise_if_aborted()
             if communicator is None:
                 raise TransferAborted("transfer aborted: the transfer group is closed")
             try:
-                getattr(communicator, method)(*args)
+                yield communicator
             # KeyError: a status that cupy has no name for, such as ncclRemoteError
             except (self._nccl.NcclError, KeyError) as error:
                 self._raise_if_aborted()
@@ -193,31 +266,42 @@ class NcclSenderGroup(NcclGroup):
 
 
 class NcclListener:
-    """Makes the unique id and waits for the workers."""
+    """Waits for the workers and the other senders. Rank 0's makes the unique id."""
 
-    def __init__(self, *, host: str, world_size: int, device: torch.device) -> None:
-        """Make the unique id. NCCL's bootstrap then listens."""
-        nccl = _cupy_nccl()
+    def __init__(
+        self, *, host: str, world_size: int, device: torch.device, senders: int = 1, rank: int = 0
+    ) -> None:
+        """Make the unique id on rank 0. NCCL's bootstrap then listens."""
+        nccl, self._rank = _cupy_nccl(), rank
         self._device = (
             device
             if device.index is not None
             else torch.device("cuda", torch.cuda.current_device())
         )
-        with torch.cuda.device(self._device):
-            # bytes; before cupy 14 a tuple of signed chars
-            self._unique_id: Any = nccl.get_unique_id()
+        self._unique_id: Any = None
+        if rank == 0:
+            with torch.cuda.device(self._device):
+                # bytes; before cupy 14 a tuple of signed chars
+                self._unique_id = nccl.get_unique_id()
         self._closed = threading.Event()
         self._rendezvous = Rendezvous(
             transport="nccl",
             host=host,
-            nccl_unique_id=bytes(c & 0xFF for c in self._unique_id),
+            nccl_unique_id=bytes(c & 0xFF for c in self._unique_id or ()) or None,
             world_size=world_size,
+            senders=senders,
         )
 
     @property
     def rendezvous(self) -> Rendezvous:
-        """Address and unique id with which the workers join."""
+        """Address and, on rank 0, the unique id with which all ranks join."""
         return self._rendezvous
+
+    def meet(self, everyones: Sequence[Rendezvous]) -> Rendezvous:
+        """See `GroupListener.meet`."""
+        if self._rank and not self._closed.is_set():
+            self._unique_id = everyones[0].nccl_unique_id
+        return everyones[0]
 
     def join(self, deadline_s: float) -> NcclSenderGroup:
         """See `GroupListener.join`."""
@@ -225,16 +309,28 @@ class NcclListener:
         if unique_id is None:
             raise TransferAborted("this listener is closed or has joined already; open a new one")
         deadline = time.monotonic() + deadline_s
-        world_size = self._rendezvous.world_size
-        communicator = _Init(unique_id=unique_id, world_size=world_size, device=self._device).wait(
-            deadline, self._closed
+        place = {"rank": self._rank, "world_size": self._rendezvous.world_size}
+        init = _Init(unique_id=unique_id, device=self._device, **place)
+        group = NcclSenderGroup(
+            communicator=init.wait(deadline, self._closed),
+            device=self._device,
+            senders=self._rendezvous.senders,
+            **place,
         )
-        group = NcclSenderGroup(communicator=communicator, device=self._device)
+        left_s = max(0.1, deadline - time.monotonic())
+        # The first message to a worker connects to it: the call itself waits, without a deadline.
+        late = threading.Timer(
+            left_s + ABORT_GRACE_S, group.abort, ["the group was not complete in time"]
+        )
+        late.daemon = True
+        late.start()
         try:
-            group.warm_up(deadline_s=max(0.1, deadline - time.monotonic()))
+            group.warm_up(deadline_s=left_s)
         except BaseException:
             group.close()
             raise
+        finally:
+            late.cancel()
         return group
 
     def close(self) -> None:
@@ -246,8 +342,10 @@ class NcclListener:
 class _Init:
     """ncclCommInitRank in its own thread."""
 
-    def __init__(self, *, unique_id: Any, world_size: int, device: torch.device) -> None:
-        self._args, self._device = (world_size, unique_id, 0), device
+    def __init__(
+        self, *, unique_id: Any, world_size: int, device: torch.device, rank: int = 0
+    ) -> None:
+        self._args, self._device = (world_size, unique_id, rank), device
         self._lock = threading.Lock()
         self._given_up = False
         self._communicator: Any = None

@@ -1,8 +1,8 @@
-"""The TCP transport: the trainer (rank 0) connects to each worker. CUDA buffers pass through pinned
-host memory, so that a trainer and a worker may share one GPU, which NCCL refuses.
+"""The TCP transport: each worker connects to each sender of the trainer. CUDA buffers pass through
+pinned host memory, so that a trainer and a worker may share one GPU, which NCCL refuses.
 
-Broadcasts block. A connection begins with the handshake of `handshake.py`. Then, for each buffer,
-a worker requests a number of bytes and the trainer sends them. So the trainer sends no buffer
+Calls block. A connection begins with the handshake of `handshake.py`. Then, for each buffer, a
+worker requests a number of bytes and the sender sends them. So the trainer sends no buffer
 early: bytes left in the kernel by one update would be read as the beginning of the next.
 The bytes are neither encrypted nor authenticated: see docs/security.md.
 
@@ -17,7 +17,8 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -38,15 +39,19 @@ class SocketGroup:
     """A `TransferGroup` over TCP, made by `SocketListener.join` and `join`.
 
     Args:
-        connections: by rank of the other end. A worker has one, to rank 0. The group closes them.
+        connections: by rank of the other end. A sender has one to each worker, a worker one to each
+            sender. The group closes them.
     """
 
-    def __init__(self, *, rank: int, connections: Mapping[int, socket.socket]) -> None:
-        self._rank = rank
+    def __init__(
+        self, *, rank: int, connections: Mapping[int, socket.socket], senders: int = 1
+    ) -> None:
+        self._rank, self._senders = rank, senders
+        self._sends = rank < senders
         self._connections = dict(connections)
         self._reason: str | None = None
         self._host_B: torch.Tensor | None = None
-        """Host memory that CUDA buffers pass through; grows to the largest of them."""
+        """Host memory that CUDA buffers pass through; grows to what the largest call needs."""
         self._abort_lock, self._in_use = threading.Lock(), threading.Lock()
         for connection in self._connections.values():
             connection.setblocking(False)
@@ -57,45 +62,84 @@ class SocketGroup:
     def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event | None:
         """See `TransferGroup.broadcast`. Returns when this end is done; a CUDA buffer's event has
         then passed as well."""
+        if self._rank == 0:
+            return self._move([(tuple(self._connections), buffer_B)], deadline_s)
+        return self._move([] if self._sends else [((0,), buffer_B)], deadline_s)
+
+    def send(
+        self, messages: Sequence[tuple[int, torch.Tensor]], *, deadline_s: float
+    ) -> torch.cuda.Event | None:
+        """See `TransferGroup.send`. Returns as `broadcast` does."""
+        return self._move(
+            [((self._senders + p,), buffer_B) for p, buffer_B in messages], deadline_s
+        )
+
+    def receive(
+        self, messages: Sequence[tuple[int, torch.Tensor]], *, deadline_s: float
+    ) -> torch.cuda.Event | None:
+        """See `TransferGroup.receive`. Returns as `broadcast` does."""
+        return self._move([((sender,), buffer_B) for sender, buffer_B in messages], deadline_s)
+
+    def _move(
+        self, messages: Sequence[tuple[Sequence[int], torch.Tensor]], deadline_s: float
+    ) -> torch.cuda.Event | None:
+        """Carry each buffer to, or from, the other ends of its ranks."""
         deadline = time.monotonic() + deadline_s
-        if buffer_B.dtype != torch.uint8 or not buffer_B.is_contiguous():
-            raise ValueError(
-                "tcp carries contiguous uint8 buffers, "
-                f"got {buffer_B.dtype} with strides {buffer_B.stride()}"
-            )
-        if not buffer_B.is_cuda:
-            self._carry(buffer_B, deadline)
+        buffers = [buffer_B for _, buffer_B in messages]
+        for buffer_B in buffers:
+            if buffer_B.dtype != torch.uint8 or not buffer_B.is_contiguous():
+                raise ValueError(
+                    "tcp carries contiguous uint8 buffers, "
+                    f"got {buffer_B.dtype} with strides {buffer_B.stride()}"
+                )
+        if not buffers or not buffers[0].is_cuda:
+            self._carry(messages, deadline)
             return None
-        stream = torch.cuda.current_stream(buffer_B.device)
-        host_B = self._pinned(buffer_B.numel())
-        with torch.cuda.device(buffer_B.device):
-            if self._rank == 0:
-                host_B.copy_(buffer_B.view(-1))  # waits for the work of the current stream
-            self._carry(host_B, deadline)
-            if self._rank:
-                buffer_B.view(-1).copy_(host_B)  # done when it returns: host_B is used again
+        device = buffers[0].device
+        host = self._pinned([buffer_B.numel() for buffer_B in buffers])
+        with torch.cuda.device(device):
+            if self._sends:
+                for host_B, buffer_B in zip(host, buffers, strict=True):
+                    host_B.copy_(buffer_B.view(-1))  # waits for the work of the current stream
+            self._carry(
+                [(m[0], host_B) for m, host_B in zip(messages, host, strict=True)], deadline
+            )
+            if not self._sends:
+                for host_B, buffer_B in zip(host, buffers, strict=True):
+                    buffer_B.view(-1).copy_(host_B)  # done when it returns: host_B is used again
             event = torch.cuda.Event()
-            event.record(stream)
+            event.record(torch.cuda.current_stream(device))
         return event
 
-    def _pinned(self, nbytes: int) -> torch.Tensor:
+    def _pinned(self, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+        nbytes = sum(sizes)
         if self._host_B is None or self._host_B.numel() < nbytes:
             self._host_B = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        return self._host_B[:nbytes]
+        return self._host_B[:nbytes].split(list(sizes))
 
-    def _carry(self, buffer_B: torch.Tensor, deadline: float) -> None:
-        whole = buffer_B.view(-1).numpy().data
+    def _carry(
+        self, messages: Sequence[tuple[Sequence[int], torch.Tensor]], deadline: float
+    ) -> None:
         with self._in_use, selectors.PollSelector() as waiting:
             self._raise_if_aborted()
-            for rank, connection in self._connections.items() if whole else ():
-                waiting.register(connection, selectors.EVENT_READ, _Left(rank, connection, whole))
-                if self._rank:
-                    with self._translated(rank):
-                        connection.send(len(whole).to_bytes(SIZE_BYTES))
-            while waiting.get_map():
-                for left, ready in self._wait(waiting, deadline):
+            lefts = {rank: _Left(rank, c) for rank, c in self._connections.items()}
+            for ranks, buffer_B in messages:
+                for rank in ranks if buffer_B.numel() else ():
+                    lefts[rank].add(buffer_B.view(-1).numpy().data)
+            busy = [left for left in lefts.values() if left.views]
+            # A sender that ends its group ends it for a worker that waits for others, too.
+            for left in busy if self._sends or not busy else lefts.values():
+                waiting.register(left.connection, selectors.EVENT_READ, left)
+                if not self._sends:
                     with self._translated(left.rank):
-                        self._move(waiting, left, ready)
+                        left.ask(waiting)
+            while any(left.views for left in busy):
+                for left, ready in self._wait(waiting, busy, deadline):
+                    with self._translated(left.rank):
+                        if self._sends:
+                            left.give(waiting, ready)
+                        else:
+                            left.take(waiting, ready)
 
     def synchronize(self, event: torch.cuda.Event, *, deadline_s: float) -> None:
         """Check for an abort; broadcasts block, so nothing is pending."""
@@ -119,43 +163,17 @@ class SocketGroup:
                 connection.close()
             self._connections.clear()
 
-    def _wait(self, waiting: selectors.BaseSelector, deadline: float) -> list[tuple[_Left, int]]:
+    def _wait(
+        self, waiting: selectors.BaseSelector, busy: Sequence[_Left], deadline: float
+    ) -> list[tuple[_Left, int]]:
         ready = waiting.select(max(0.0, deadline - time.monotonic()))
         self._raise_if_aborted()
         if time.monotonic() >= deadline:
-            late = {key.data.rank: len(key.data.view_B) for key in waiting.get_map().values()}
+            late = {left.rank: sum(map(len, left.views)) for left in busy if left.views}
             raise TransferTimeout(
                 f"the deadline passed with unsent bytes (rank: bytes) {late}; is the peer stopped?"
             )
         return [(key.data, events) for key, events in ready]
-
-    def _move(self, waiting: selectors.BaseSelector, left: _Left, ready: int) -> None:
-        """Receive available bytes (worker), or read the request and then send (trainer)."""
-        if self._rank == 0 and len(left.wanted) < SIZE_BYTES:
-            self._hear(waiting, left)
-            return
-        if self._rank:
-            moved = left.connection.recv_into(left.view_B)
-        else:  # the worker sends nothing now, so a readable connection has ended
-            moved = 0 if ready & selectors.EVENT_READ else left.connection.send(left.view_B)
-        _check_open(moved)
-        left.view_B = left.view_B[moved:]
-        if not left.view_B:
-            waiting.unregister(left.connection)
-
-    def _hear(self, waiting: selectors.BaseSelector, left: _Left) -> None:
-        fresh = left.connection.recv(SIZE_BYTES - len(left.wanted))
-        _check_open(len(fresh))
-        left.wanted += fresh
-        if len(left.wanted) < SIZE_BYTES:
-            return
-        wanted, size = int.from_bytes(left.wanted), len(left.view_B)
-        if wanted != size:
-            raise TransferError(
-                f"rank {left.rank} requests {wanted} bytes, the trainer sends {size}; "
-                "the two ends have different plans"
-            )
-        waiting.modify(left.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, left)
 
     @contextlib.contextmanager
     def _translated(self, rank: int) -> Iterator[None]:
@@ -181,17 +199,91 @@ def _check_open(moved: int) -> None:
 
 
 class _Left:
-    """The rest of a buffer that a connection has yet to carry."""
+    """What a connection has yet to carry in one call.
 
-    def __init__(self, rank: int, connection: socket.socket, view_B: memoryview) -> None:
-        self.rank, self.connection, self.view_B = rank, connection, view_B
-        self.wanted = b""
+    A worker asks for all its messages at once. A sender gives what was asked for.
+    """
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank, self.connection = rank, connection
+        self.views: deque[memoryview] = deque()
+        self._sizes: deque[int] = deque()
+        """Sizes of the messages that the worker has not asked for yet."""
+        self._wanted = b""
+        """The bytes of a request: those that came, or those that have yet to leave."""
+
+    def add(self, view_B: memoryview) -> None:
+        """Carry this, too."""
+        self.views.append(view_B)
+        self._sizes.append(len(view_B))
+
+    # ------------------------------------------------------------ a worker's end
+
+    def ask(self, waiting: selectors.BaseSelector) -> None:
+        """Request every message."""
+        self._wanted = b"".join(size.to_bytes(SIZE_BYTES) for size in self._sizes)
+        if self._wanted:
+            self._send_request(waiting)
+
+    def _send_request(self, waiting: selectors.BaseSelector) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wanted = self._wanted[self.connection.send(self._wanted) :]
+        self._wait_for_room(waiting, bool(self._wanted))
+
+    def take(self, waiting: selectors.BaseSelector, ready: int) -> None:
+        """Receive available bytes."""
+        if ready & selectors.EVENT_WRITE:
+            self._send_request(waiting)
+        if ready & selectors.EVENT_READ:
+            # A sender that was asked for nothing sends nothing, so its connection has ended.
+            moved = self.connection.recv_into(self.views[0]) if self.views else 0
+            self._advance(moved)
+
+    # ------------------------------------------------------------ a sender's end
+
+    def give(self, waiting: selectors.BaseSelector, ready: int) -> None:
+        """Read requests, then send what they ask for."""
+        if ready & selectors.EVENT_READ:
+            self._hear()
+        elif ready & selectors.EVENT_WRITE:
+            self._advance(self.connection.send(self.views[0]))
+        if not self.views:
+            waiting.unregister(self.connection)
+            return
+        self._wait_for_room(waiting, len(self._sizes) < len(self.views))
+
+    def _hear(self) -> None:
+        fresh = self.connection.recv(SIZE_BYTES - len(self._wanted))
+        _check_open(len(fresh))
+        self._wanted += fresh
+        if len(self._wanted) < SIZE_BYTES:
+            return
+        wanted, size = int.from_bytes(self._wanted), self._sizes.popleft() if self._sizes else 0
+        if wanted != size:
+            raise TransferError(
+                f"rank {self.rank} requests {wanted} bytes, the trainer sends {size}; "
+                "the two ends have different plans"
+            )
+        self._wanted = b""
+
+    # ------------------------------------------------------------ both
+
+    def _wait_for_room(self, waiting: selectors.BaseSelector, is_wanted: bool) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_wanted else 0)
+        if waiting.get_key(self.connection).events != events:
+            waiting.modify(self.connection, events, self)
+
+    def _advance(self, moved: int) -> None:
+        _check_open(moved)
+        self.views[0] = self.views[0][moved:]
+        if not self.views[0]:
+            self.views.popleft()
 
 
 class SocketListener:
-    """The trainer's listening socket, only on `host` and on a port that the kernel chooses."""
+    """A sender's listening socket, only on `host` and on a port that the kernel chooses."""
 
-    def __init__(self, *, host: str, world_size: int) -> None:
+    def __init__(self, *, host: str, world_size: int, senders: int = 1, rank: int = 0) -> None:
         """Bind and listen.
 
         Raises:
@@ -200,7 +292,7 @@ class SocketListener:
         """
         if host != "localhost":
             refuse_loopback_name(host, what="the trainer's `host`")
-        self._closed = threading.Event()
+        self._rank, self._closed = rank, threading.Event()
         try:
             family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             self._listening: socket.socket | None = socket.create_server(
@@ -217,12 +309,18 @@ class SocketListener:
             port=self._listening.getsockname()[1],
             secret=secrets.token_bytes(SECRET_BYTES),
             world_size=world_size,
+            senders=senders,
         )
 
     @property
     def rendezvous(self) -> Rendezvous:
-        """Address and secret with which the workers join."""
+        """See `GroupListener.rendezvous`."""
         return self._rendezvous
+
+    def meet(self, everyones: Sequence[Rendezvous]) -> Rendezvous:
+        """See `GroupListener.meet`."""
+        first, *others = everyones
+        return first.model_copy(update={"others": tuple(others)})
 
     def join(self, deadline_s: float) -> SocketGroup:
         """See `GroupListener.join`."""
@@ -232,7 +330,8 @@ class SocketListener:
             raise TransferAborted("this listener is closed or has joined already; open a new one")
         with listening, Reception(listening, self._rendezvous) as reception:
             workers = reception.wait(deadline, self._closed)
-        return SocketGroup(rank=0, connections=workers)
+        senders = self._rendezvous.senders
+        return SocketGroup(rank=self._rank, senders=senders, connections=workers)
 
     def close(self) -> None:
         """See `GroupListener.close`."""
@@ -244,19 +343,35 @@ class SocketListener:
 
 def join(rendezvous: Rendezvous, *, rank: int, deadline_s: float) -> SocketGroup:
     """See `groups.join_tcp`."""
-    if rendezvous.transport != "tcp" or len(rendezvous.secret) != SECRET_BYTES:
-        raise ConfigError(
-            f"not a tcp rendezvous: transport {rendezvous.transport}, "
-            f"a secret of {len(rendezvous.secret)} bytes"
-        )
-    if not 0 < rank < rendezvous.world_size:
-        raise ConfigError(f"worker ranks are 1 to {rendezvous.world_size - 1}, got {rank}")
+    senders = rendezvous.senders
+    everyones = (rendezvous, *rendezvous.others)
+    for one in everyones:
+        if one.transport != "tcp" or len(one.secret) != SECRET_BYTES:
+            raise ConfigError(
+                f"not a tcp rendezvous: transport {one.transport}, "
+                f"a secret of {len(one.secret)} bytes"
+            )
+    if len(everyones) != senders:
+        raise ConfigError(f"a rendezvous with {senders} senders has {len(everyones)} addresses")
+    if not senders <= rank < rendezvous.world_size:
+        raise ConfigError(f"worker ranks are {senders} to {rendezvous.world_size - 1}, got {rank}")
     deadline = time.monotonic() + deadline_s
+    with contextlib.ExitStack() as opened:
+        # One after the other, in the same order on every worker, as each waits for all workers.
+        connections = {
+            sender: opened.enter_context(_join_one(one, rank=rank, deadline=deadline))
+            for sender, one in enumerate(everyones)
+        }
+        opened.pop_all()
+    return SocketGroup(rank=rank, senders=senders, connections=connections)
+
+
+def _join_one(rendezvous: Rendezvous, *, rank: int, deadline: float) -> socket.socket:
+    """Join one sender."""
     with _translated(f"joining the trainer at {rendezvous.host}:{rendezvous.port} as rank {rank}"):
         while True:
             try:
-                connection = _connect(rendezvous, rank=rank, deadline=deadline)
-                return SocketGroup(rank=rank, connections={0: connection})
+                return _connect(rendezvous, rank=rank, deadline=deadline)
             except (Dropped, ConnectionResetError, BrokenPipeError) as error:
                 if time.monotonic() + RETRY_S > deadline:
                     raise TransferTimeout(

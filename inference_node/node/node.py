@@ -69,6 +69,7 @@ from orchestrator.protocol.messages import (
     SwapWeights,
     TensorSpec,
     Unready,
+    UseEdges,
     check_node_id,
 )
 from orchestrator.protocol.node_link import NodeLink
@@ -274,6 +275,7 @@ class InferenceNode:
             JoinTransferGroup: ("joining", self._pass_on),
             LeaveTransferGroup: ("leaving", self._pass_on),
             PrepareUpdate: ("planning", self._prepare_update),
+            UseEdges: ("planning", self._pass_on),
             PrepareShadow: ("making room", self._prepare_shadow),
             ReceiveWeights: ("receiving", self._receive_weights),
             SwapWeights: ("swapping", self._swap_weights),
@@ -305,14 +307,14 @@ class InferenceNode:
         if request_id is not None:
             self._link.fail(request_id, code=code, phase=phase, message=text, remedy=remedy)
 
-    def _pass_on(self, message: JoinTransferGroup | LeaveTransferGroup) -> None:
+    def _pass_on(self, message: JoinTransferGroup | LeaveTransferGroup | UseEdges) -> None:
         self._vllm.request(message)
         self._link.complete(message.request_id)
 
     def _prepare_update(self, message: PrepareUpdate) -> None:
         answer = self._vllm.request(message)
         self._served = self._served.planned(has_part=answer["changed"] is not None)
-        result = {key: answer[key] for key in ("layout", "changed", "fp8")}
+        result = {key: answer[key] for key in ("layout", "changed", "fp8", "keeps")}
         seconds = {"seconds": {"check": answer["seconds"]}}
         self._link.complete(message.request_id, result=seconds | result)
 

@@ -10,7 +10,9 @@ ended" and "the engine is paused".
 
 from __future__ import annotations
 
+import array
 import asyncio
+import dataclasses
 import functools
 import json
 import time
@@ -38,6 +40,7 @@ from orchestrator.protocol.messages import (
     PrepareUpdate,
     ReceiveWeights,
     SwapWeights,
+    UseEdges,
     WireChunk,
     WireLayout,
     fp8_manifest,
@@ -64,6 +67,8 @@ class PlannedUpdate:
     manifest: Manifest
     layout: WireLayout
     arrivals: all_workers.Arrivals
+    pieces: all_workers.Arrivals | None = None
+    """What each worker receives from the trainer's ranks. None: all receive everything."""
 
     def may_be_written(self, phase: str, code: ErrorCode, message: str) -> ActionFailed:
         """A failure after which the whole update may have been written."""
@@ -77,6 +82,8 @@ class Actions:
         self._traffic = traffic
         self._whole: PlannedUpdate | None = None
         self._part: PlannedUpdate | None = None
+        self._positions: list[int] = []
+        """The number of each worker, in the order of their answers."""
         self._receiving: PlannedUpdate | None = None
         """The planned update that is being received."""
         self._lock = asyncio.Lock()
@@ -86,6 +93,7 @@ class Actions:
             JoinTransferGroup: self._join_transfer_group,
             LeaveTransferGroup: self._leave_transfer_group,
             PrepareUpdate: self._prepare_update,
+            UseEdges: self._use_edges,
             PrepareShadow: self._prepare_shadow,
             ReceiveWeights: self._receive_weights,
             SwapWeights: self._swap_weights,
@@ -185,12 +193,38 @@ class Actions:
             "layout": self._whole.layout.model_dump(mode="json"),
             "changed": None,
             "fp8": None if weights is None else weights.model_dump(mode="json"),
+            "keeps": None,
         }
         if changed and len(changed) < len(manifest.tensors):
             self._part = await lay_out(changed)
             layout = self._part.layout.model_dump(mode="json")
             planned["changed"] = {"tensors": changed, "layout": layout}
+        if message.order == "edges":
+            kept = await self._workers("splice_keeps")
+            self._positions = [int(a["position"]) for a in kept]
+            planned["keeps"] = [
+                a["keeps"] for a in sorted(kept, key=lambda answer: int(answer["position"]))
+            ]
         return planned
+
+    async def _use_edges(self, message: UseEdges) -> Answer:
+        """Have every worker receive only what it keeps, from each of the trainer's ranks."""
+        update = self._part if message.changed_only else self._whole
+        if update is None:
+            raise ActionFailed(ErrorCode.NOT_READY, "this update was not planned here")
+        tables = list(message.tables)
+        await self._workers("splice_use_edges", tables, message.changed_only)
+        received = [
+            all_workers.pieces_of(update.manifest, tables[position]) for position in self._positions
+        ]
+        everything = range(len(update.manifest.tensors))
+        pieces = all_workers.Arrivals(update.manifest, everything, received)
+        update = dataclasses.replace(update, pieces=pieces)
+        if message.changed_only:
+            self._part = update
+        else:
+            self._whole = update
+        return {}
 
     async def _check(
         self, manifest: Manifest, method: str, argument: Message
@@ -363,10 +397,17 @@ class Actions:
                     ErrorCode.TRANSFER_TIMEOUT,
                     f"not all workers had the update after {message.deadline_s:.0f} s",
                 )
-        if len({a["digests"] for a in answers}) != 1:
+        update, found = self._receiving, [a["digests"] for a in answers]
+        digests = found[0]
+        if update is not None and update.pieces is not None:
+            total_N, differing = update.pieces.add_up([unpacked(text) for text in found])
+            digests = packed(array.array("q", total_N.tobytes()))
+        else:
+            differing = set(found[1:]) - {digests}
+        if differing:
             raise VerificationError("the workers did not receive the same bytes")
         slowest = max(answers, key=lambda a: float(a["phases"]["wire"]))
-        return {"digests": answers[0]["digests"], "phases": slowest["phases"]}
+        return {"digests": digests, "phases": slowest["phases"]}
 
     async def _drop_shadow(self) -> Answer:
         await self._workers("splice_drop_shadow")

@@ -22,6 +22,8 @@ from inference_node.shared.reports import (
 )
 from orchestrator.errors import ManifestError, VerificationError
 from orchestrator.protocol.messages import Fp8Group, Fp8Weights, Manifest
+from weight_transfer import edges
+from weight_transfer.boxes import matrix
 
 ITS_LAYER = "its layer is reloaded"
 Int64 = npt.NDArray[np.int64]
@@ -180,6 +182,24 @@ class Arrivals:
         """The digests of the tensors that were digested on arrival, by index."""
         totals = total_N.tolist()
         return {i: totals[i] for i in self._direct}
+
+
+def pieces_of(manifest: Manifest, table: str) -> dict[str, list[PartKey]]:
+    """HF name -> the pieces that a worker receives, in the order in which it digests them. Pure.
+
+    Args:
+        table: a worker's, of `UseEdges`.
+    """
+    found: dict[str, list[PartKey]] = {}
+    for step in edges.steps_of_worker(
+        edges.from_text(table, columns=edges.TABLE_COLUMNS), manifest.tensors
+    ):
+        for placed in step.placed:
+            spec, box = manifest.tensors[placed.piece.index], placed.piece.box
+            _, width = matrix(spec.shape)
+            first = box.first_row * width + box.first_column
+            found.setdefault(spec.name, []).append((first, (box.rows, box.columns), (width, 1)))
+    return found
 
 
 def combine(

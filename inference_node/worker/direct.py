@@ -1,23 +1,13 @@
 """Receives a layout's chunks into live kernel tensors, without vLLM's reload where that is proven.
 
-A tensor is *placeable* on a worker if each of its elements there belongs in a live parameter that
-holds all its values and is kept exactly as loaded: the same shape, strides and dtype, no permuting
-packing, no additional packed copy. A tensor travels in one of three ways:
+`chunk_plan` says which tensors arrive in place ("live"), through a buffer ("staged"), or through
+the model's own loaders ("reload"). A worker receives whole chunks by broadcast, or in steps only
+what it keeps, from each rank of the trainer (`weight_transfer.edges`).
 
-    live      received in place, on a replica of one worker, if it is one contiguous run;
-              neighbours in memory share a chunk
-    staged    received whole into a buffer; each worker copies its parts, strided or not, in a few
-              launches for each chunk
-    reload    not placeable on some worker: the model's own loaders take it, with all tensors that
-              share a layer with it, on all workers
-
-All workers of a replica reach the same layout. Each reports what it cannot place (`obstacles`), and
-the replica adds every tensor that shares a layer with those. The chunks follow only from the
-manifest and that set (`plan_chunks`; with one worker also from its runs).
-
-Staged chunks go through a ring of two buffers: chunk k+1 arrives while chunk k is copied. The first
-chunk is never live, so until it has arrived whole, a failure leaves all live tensors unchanged. On
-CUDA the host waits for that chunk, and then queues up to `QUEUED_CHUNKS` ahead of the wire.
+Staged chunks and steps go through a ring of two buffers: chunk k+1 arrives while chunk k is copied.
+The first chunk is never live, so until it has arrived whole, a failure leaves all live tensors
+unchanged. On CUDA the host waits for that chunk, and then queues up to `QUEUED_CHUNKS` ahead of the
+wire.
 
 Axes: B = bytes, N = tensors, P = parts of tensors on this worker.
 """
@@ -27,241 +17,38 @@ from __future__ import annotations
 import array
 import functools
 import itertools
-import re
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from inference_node.worker import verify
-from inference_node.worker.placement import PlacementPlan, Region, is_kept_whole
+from inference_node.worker import chunk_plan
+from inference_node.worker.chunk_plan import Live
+from inference_node.worker.placement import PlacementPlan, Region
 from orchestrator.protocol.messages import DTYPE_BYTES, Manifest, WireChunk
+from weight_transfer.boxes import Strided, cut, matrix
 from weight_transfer.copies import PreparedCopy, elements_of
 from weight_transfer.cuda_events import QUEUED_CHUNKS
-from weight_transfer.digest import PreparedDigest, row_major_strides
+from weight_transfer.digest import PreparedDigest, region_digest
+from weight_transfer.edges import Delivery, Placed, Step, receive_into, view_of_piece
 from weight_transfer.groups import TransferGroup
-from weight_transfer.layout import chunk_offsets, in_vectors, views_of
+from weight_transfer.layout import chunk_offsets, torch_dtype, views_of
 from weight_transfer.strides import Part
 
-MAX_CHUNK_BYTES = 192 * 2**20
-"""Large enough for the wire's full rate; both rings hold a few within 2 GiB."""
-SMALL_BYTES = 64 * 2**20
-"""Smaller runs are staged, many to a chunk.
-
-A receive has a fixed cost of 50 us, as much as 18 MB; a copy on the GPU costs almost nothing.
-"""
-Live = Mapping[tuple[str, str], torch.Tensor | str]
-"""(module, parameter) -> its live tensor, or why it cannot be written in place."""
 Load = Callable[[list[tuple[str, torch.Tensor]]], None]
-_EXPERT = re.compile(r"\.\d+\.(?!.*\.\d+\.)")
 
 
-# ------------------------------------------------------------ the layout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """A whole HF tensor in one contiguous run of a live parameter; offset in elements."""
-
-    index: int
-    key: tuple[str, str]
-    offset: int
-    numel: int
-    nbytes: int
-
-
-def live_parameters(
-    model: torch.nn.Module, plan: PlacementPlan
-) -> dict[tuple[str, str], torch.Tensor | str]:
-    """Map each parameter to its live tensor, or to why it cannot be written in place."""
-    layers = dict(model.named_modules())
-    paths: dict[int, int] = {}
-    for _, layer in model.named_modules(remove_duplicate=False):
-        paths[id(layer)] = paths.get(id(layer), 0) + 1
-    found: dict[tuple[str, str], torch.Tensor | str] = {}
-    for key, fmt in plan.formats.items():
-        if fmt.alias_of is not None:
-            continue
-        holders = [fmt, *(f for f in plan.formats.values() if f.alias_of == key)]
-        whys = (
-            verify.why_not_in_place(
-                layer := layers[h.module],
-                h,
-                plan.formats_of(h.module),
-                is_shared=paths[id(layer)] > 1,
-            )
-            for h in holders
-        )
-        reasons = [why for why in whys if why is not None]
-        found[key] = reasons[0] if reasons else layers[fmt.module]._parameters[fmt.param].data  # type: ignore[union-attr]
-    return found
-
-
-def obstacles(plan: PlacementPlan, manifest: Manifest, live: Live) -> dict[int, str]:
-    """Manifest index -> why this worker cannot place the tensor. Pure."""
-    by_name = plan.regions_by_name()
-    found: dict[int, str] = {}
-    for index, spec in enumerate(manifest.tensors):
-        reasons = (_why_not(region, plan, live) for region in by_name.get(spec.name, ()))
-        why = next((r for r in reasons if r is not None), None)
-        if why is not None:
-            found[index] = why
-    return found
-
-
-def _why_not(region: Region, plan: PlacementPlan, live: Live) -> str | None:
-    fmt, tensor = plan.format_of(region), live[plan.owner_of(region)]
-    if isinstance(tensor, str):
-        return tensor
-    if not is_kept_whole(plan.sent_dtypes[region.name], fmt.dtype):
-        return f"it is sent as {plan.sent_dtypes[region.name]} and kept as {fmt.dtype}"
-    if any(
-        step == 0 and extent > 1
-        for step, extent in zip(region.index_strides, region.size, strict=True)
-    ):
-        return "one element of it lands in many places"
-    return None
-
-
-def whole_runs(plan: PlacementPlan, manifest: Manifest, reload: Collection[int]) -> list[Run]:
-    """The tensors outside `reload` that are one whole run of one parameter. Pure."""
-    by_name = plan.regions_by_name()
-    runs = []
-    for index, spec in enumerate(manifest.tensors):
-        regions = by_name.get(spec.name, [])
-        if index in reload or len(regions) != 1:
-            continue
-        region, dense = regions[0], row_major_strides(regions[0].size)
-        is_whole = (
-            spec.dtype == plan.format_of(region).dtype
-            and region.numel == spec.numel
-            and region.first_index == 0
-            and _same(region.index_strides, dense, region.size)
-        )
-        if is_whole and _same(region.strides, dense, region.size):
-            runs.append(
-                Run(
-                    index=index,
-                    key=plan.owner_of(region),
-                    offset=region.offset,
-                    numel=spec.numel,
-                    nbytes=spec.nbytes,
-                )
-            )
-    return runs
-
-
-def plan_chunks(
-    manifest: Manifest,
-    *,
-    reload: Collection[int],
-    runs: Sequence[Run] = (),
-    together: Sequence[tuple[int, ...]] = (),
-) -> tuple[WireChunk, ...]:
-    """The chunks in which the manifest's tensors travel, in order. Pure.
-
-    Args:
-        reload: indices that take the reload path.
-        runs: tensors that the only worker of a replica may receive in place.
-        together: indices that must share a chunk and follow each other; in no run.
-    """
-    big = _groups(runs)
-    small = [group for group in big if sum(r.nbytes for r in group) < SMALL_BYTES]
-    big = [group for group in big if sum(r.nbytes for r in group) >= SMALL_BYTES]
-    live = {r.index for group in big for r in group}
-    if big and not small and len(live) + len(reload) == len(manifest.tensors):
-        # The first chunk must not be live.
-        big.remove(smallest := min(big, key=lambda group: sum(r.nbytes for r in group)))
-        live -= {r.index for r in smallest}
-    staged = [i for i in range(len(manifest.tensors)) if i not in live and i not in reload]
-    units = _units(_families(staged, manifest), together)
-    chunks = [WireChunk(kind="staged", tensors=t) for t in _packed(units, manifest)]
-    chunks += [WireChunk(kind="live", tensors=tuple(r.index for r in group)) for group in big]
-    single = [(i,) for i in sorted(reload)]
-    chunks += [WireChunk(kind="reload", tensors=t) for t in _packed(single, manifest)]
-    return tuple(chunks)
-
-
-def _groups(runs: Sequence[Run]) -> list[list[Run]]:
-    """Group neighbours in memory into chunks of similar size, about MAX_CHUNK_BYTES."""
-    groups: list[list[Run]] = []
-    for run in sorted(runs, key=lambda r: (r.key, r.offset)):
-        last = groups[-1][-1] if groups else None
-        if last is not None and last.key == run.key and last.offset + last.numel == run.offset:
-            groups[-1].append(run)
-        else:
-            groups.append([run])
-    return [chunk for group in groups for chunk in _cut(group)]
-
-
-def _cut(group: Sequence[Run]) -> list[list[Run]]:
-    """Cut neighbours into chunks of similar size, at most a quarter above MAX_CHUNK_BYTES.
-
-    Each tensor goes to the chunk that contains its middle. A small last chunk would cost another
-    receive.
-    """
-    total = sum(r.nbytes for r in group)
-    count = -(-4 * total // (5 * MAX_CHUNK_BYTES))
-    chunks: list[list[Run]] = [[] for _ in range(count)]
-    begin = 0
-    for run in group:
-        chunks[(2 * begin + run.nbytes) * count // (2 * total)].append(run)
-        begin += run.nbytes
-    return [chunk for chunk in chunks if chunk]
-
-
-def _families(indices: Sequence[int], manifest: Manifest) -> list[int]:
-    """Order: all gates of a layer's experts, then all ups, all downs; else as in the manifest.
-
-    The sender merges equal shapes in one launch.
-    """
-    first: dict[str, int] = {}
-    for index in indices:
-        first.setdefault(_family(manifest.tensors[index].name), index)
-    return sorted(indices, key=lambda i: (first[_family(manifest.tensors[i].name)], i))
-
-
-def _family(name: str) -> str:
-    """The name without its expert's number, which is the last of several numbers."""
-    return _EXPERT.sub(".*.", name) if len(re.findall(r"\.\d+(?=\.)", name)) > 1 else name
-
-
-def _units(indices: Sequence[int], together: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The indices, with those that must share a chunk in the place of the first of them."""
-    unit_of = {i: unit for unit in together for i in unit}
-    return list(dict.fromkeys(unit_of.get(i, (i,)) for i in indices))
-
-
-def _packed(units: Sequence[tuple[int, ...]], manifest: Manifest) -> list[tuple[int, ...]]:
-    """Pack units into chunks of at most MAX_CHUNK_BYTES; a larger unit is a separate chunk."""
-    chunks: list[list[tuple[int, ...]]] = []
-    size = 0
-    for unit in units:
-        nbytes = sum(manifest.tensors[i].nbytes for i in unit)
-        if chunks and size + nbytes <= MAX_CHUNK_BYTES:
-            chunks[-1].append(unit)
-            size += nbytes
-        else:
-            chunks.append([unit])
-            size = nbytes
-    return [in_vectors(chunk, manifest) for chunk in chunks]
-
-
-def _same(strides: Sequence[int], dense: Sequence[int], size: Sequence[int]) -> bool:
-    return all(s == d or extent == 1 for s, d, extent in zip(strides, dense, size, strict=True))
-
-
-def ring_slots(sizes: Sequence[int]) -> list[int]:
+def ring_slots(sizes: Sequence[int], *, usual: int) -> list[int]:
     """Choose which of the ring's two buffers receives each staged chunk. Pure.
 
-    They take turns, but tensors larger than a chunk share the first buffer. The ring then holds one
-    large buffer and one of a chunk's size.
+    They take turns, but chunks larger than `usual` share the first buffer. The ring then holds one
+    large buffer and one of a usual chunk's size.
     """
     slots: list[int] = []
     for nbytes in sizes:
-        slots.append(0 if nbytes > MAX_CHUNK_BYTES else 1 - slots[-1] if slots else 0)
+        slots.append(0 if nbytes > usual else 1 - slots[-1] if slots else 0)
     return slots
 
 
@@ -276,13 +63,27 @@ class _Widened:
     part: Part
     sent: torch.dtype
     row: int
-    region: Region
+    region: Strided
 
     def place(self, buffer_B: torch.Tensor) -> None:
         self.part.target.copy_(self.part.source_in(elements_of(buffer_B, self.sent)))
 
     def digest(self, digests_P: torch.Tensor) -> None:
-        digests_P[self.row] = self.region.digest(self.part.target.to(self.sent))
+        digests_P[self.row] += region_digest(
+            self.part.target.to(self.sent),
+            first_index=self.region.first_index,
+            index_strides=self.region.index_strides,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Landing:
+    """Elements that land in live memory, and the digest that they count in."""
+
+    part: Part
+    sent: torch.dtype
+    row: int
+    region: Strided
 
 
 @dataclass(slots=True)
@@ -292,6 +93,11 @@ class _LocalChunk:
     kind: str
     nbytes: int
     tensors: tuple[int, ...]
+    """Those that begin here."""
+    deliveries: tuple[Delivery, ...] | None = None
+    """What comes from which trainer rank. None: one broadcast."""
+    reloaded: tuple[Placed, ...] = ()
+    """Pieces of tensors of the reload path."""
     target_B: torch.Tensor | None = None
     """live: the bytes in place. None for other kinds."""
     copy: PreparedCopy | None = None
@@ -318,6 +124,9 @@ class _Receive:
     """Events after the queued receives, oldest first."""
     has_written: bool = False
     """Whether live memory has changed."""
+    incomplete: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    """Index of a tensor of the reload path -> its memory, and its elements that have yet to
+    come."""
     seconds: dict[str, float] = field(default_factory=lambda: {"wire": 0.0, "load": 0.0})
 
     def left_s(self) -> float:
@@ -341,6 +150,7 @@ class DirectReceiver:
     Views and tables are made once and stay valid, because kernel tensors never move.
 
     Args:
+        steps: what this worker receives from each trainer rank. None: whole chunks by broadcast.
         digests_on_arrival: digest live parts as each chunk completes. Default: on CUDA; on the CPU
             everything is read back after the update.
     """
@@ -353,6 +163,7 @@ class DirectReceiver:
         plan: PlacementPlan,
         live: Live,
         device: torch.device,
+        steps: Sequence[Step] | None = None,
         digests_on_arrival: bool | None = None,
     ) -> None:
         self._manifest, self._device = manifest, device
@@ -366,7 +177,7 @@ class DirectReceiver:
         counts = [len(self._regions.get(manifest.tensors[i].name, ())) for i in direct]
         self._first_part = dict(zip(direct, itertools.accumulate(counts, initial=0), strict=False))
         self._digests_P = torch.zeros(sum(counts), dtype=torch.int64, device=device)
-        self._chunks = [self._chunk(c) for c in chunks]
+        self._chunks = [self._chunk(c) for c in chunks] if steps is None else self._in_steps(steps)
         self._ring_bytes = self._lay_out_ring()
         self._stream = _side_stream(device) if device.type == "cuda" else None
         """Runs copies and digests at the same time as the wire."""
@@ -376,45 +187,94 @@ class DirectReceiver:
         made = _LocalChunk(chunk.kind, sum(s.nbytes for s in specs), chunk.tensors)
         if chunk.kind == "reload":
             return made
-        parts: list[Part] = []
-        rows: list[int] = []
-        origins: list[tuple[int, tuple[int, ...]]] = []
+        landing: list[_Landing] = []
         for index, spec, offset in zip(chunk.tensors, specs, chunk_offsets(specs), strict=True):
-            for row, region in enumerate(
-                self._regions.get(spec.name, ()), start=self._first_part[index]
-            ):
+            for row, region in self._regions_of(index):
                 first = offset + region.first_index * DTYPE_BYTES[spec.dtype]
                 part = Part(
-                    target=self._view(region), offset_bytes=first, strides=region.index_strides
+                    target=region.view_in(self._target(region)),
+                    offset_bytes=first,
+                    strides=region.index_strides,
                 )
-                sent = getattr(torch, spec.dtype)
-                if part.target.dtype.itemsize > sent.itemsize:
-                    made.widened.append(_Widened(part=part, sent=sent, row=row, region=region))
-                    continue
-                parts.append(part)
-                rows.append(row)
-                origins.append((region.first_index, region.index_strides))
-        views = [p.target for p in parts]
+                landing.append(_Landing(part, torch_dtype(spec.dtype), row, region))
         if chunk.kind == "live":
-            flat = torch.as_strided(
-                views[0], (made.nbytes // views[0].element_size(),), (1,), views[0].storage_offset()
-            )
+            first_view = landing[0].part.target
+            numel = made.nbytes // first_view.element_size()
+            flat = torch.as_strided(first_view, (numel,), (1,), first_view.storage_offset())
             made.target_B = flat.view(torch.uint8)
-        else:
-            made.copy = PreparedCopy(parts)
-        if self._is_digested:
-            made.digest = PreparedDigest(views, rows=rows, origins=origins)
+        self._land(made, landing)
         return made
 
-    def _view(self, region: Region) -> torch.Tensor:
+    def _in_steps(self, steps: Sequence[Step]) -> list[_LocalChunk]:
+        """The steps in which trainer ranks send this worker its own pieces."""
+        known = set[int]()
+        chunks = []
+        for step in steps:
+            indices = {placed.piece.index for placed in step.placed}
+            made = _LocalChunk(
+                "staged", step.nbytes, tuple(sorted(indices - known)), deliveries=step.deliveries
+            )
+            known |= indices
+            made.reloaded = tuple(p for p in step.placed if p.piece.index not in self._first_part)
+            self._land(made, [one for placed in step.placed for one in self._pieces(placed)])
+            chunks.append(made)
+        return chunks
+
+    def _pieces(self, placed: Placed) -> Iterator[_Landing]:
+        """Where the elements of a piece land; nowhere if its tensor is reloaded."""
+        index, box = placed.piece.index, placed.piece.box
+        spec = self._manifest.tensors[index]
+        _, width = matrix(spec.shape)
+        for row, region in self._regions_of(index) if index in self._first_part else ():
+            target = self._target(region)
+            for some in cut(region, box, spec.shape):
+                down, across = divmod(some.first_index, width)
+                first = (down - box.first_row) * box.columns + across - box.first_column
+                part = Part(
+                    target=torch.as_strided(
+                        target, some.size, some.strides, target.storage_offset() + some.offset
+                    ),
+                    offset_bytes=placed.offset + first * DTYPE_BYTES[spec.dtype],
+                    strides=tuple(
+                        s if s % width else s // width * box.columns for s in some.index_strides
+                    ),
+                )
+                yield _Landing(part, torch_dtype(spec.dtype), row, some)
+
+    def _land(self, made: _LocalChunk, landing: Sequence[_Landing]) -> None:
+        """Prepare copies and digests of what lands in live memory."""
+        made.widened = [
+            _Widened(part=one.part, sent=one.sent, row=one.row, region=one.region)
+            for one in landing
+            if one.part.target.dtype.itemsize > one.sent.itemsize
+        ]
+        same = [one for one in landing if one.part.target.dtype.itemsize <= one.sent.itemsize]
+        if made.kind != "live":
+            made.copy = PreparedCopy([one.part for one in same])
+        if self._is_digested:
+            made.digest = PreparedDigest(
+                [one.part.target for one in same],
+                rows=[one.row for one in same],
+                origins=[(one.region.first_index, one.region.index_strides) for one in same],
+            )
+
+    def _regions_of(self, index: int) -> Iterator[tuple[int, Region]]:
+        """The regions of a tensor that is not reloaded, each with its row of the digests."""
+        regions = self._regions.get(self._manifest.tensors[index].name, ())
+        return enumerate(regions, start=self._first_part[index])
+
+    def _target(self, region: Region) -> torch.Tensor:
         live = self._live[self._plan.owner_of(region)]
         assert isinstance(live, torch.Tensor)
-        return region.view_in(live)
+        return live
 
     def _lay_out_ring(self) -> list[int]:
         """Give each staged chunk its buffer; returns the bytes of the two."""
         staged, ring_bytes = [c for c in self._chunks if c.kind == "staged"], [0, 0]
-        for chunk, slot in zip(staged, ring_slots([c.nbytes for c in staged]), strict=True):
+        sizes = [c.nbytes for c in staged]
+        is_steps = any(c.deliveries is not None for c in staged)
+        usual = max(sizes) if is_steps else chunk_plan.MAX_CHUNK_BYTES
+        for chunk, slot in zip(staged, ring_slots(sizes, usual=usual), strict=True):
             chunk.slot, ring_bytes[slot] = slot, max(ring_bytes[slot], chunk.nbytes)
         return ring_bytes
 
@@ -442,6 +302,8 @@ class DirectReceiver:
         self._begin()
         started: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
         for k, chunk in enumerate(self._chunks):
+            if not chunk.nbytes:  # a step in which nothing comes here
+                continue
             buffer_B, event = self._start(run, chunk) if started is None else started
             # A broadcast that is not queued blocks; the sender fills its next chunk meanwhile.
             is_queued = event is not None
@@ -470,7 +332,7 @@ class DirectReceiver:
 
         Not if both use the same buffer, nor if live memory would change too early.
         """
-        if k >= len(self._chunks):
+        if k >= len(self._chunks) or not self._chunks[k].nbytes:
             return False
         chunk, ahead = self._chunks[k], self._chunks[k - 1]
         if chunk.kind == "live":
@@ -485,7 +347,7 @@ class DirectReceiver:
             run.on_written(len(chunk.tensors))
         began = time.monotonic()
         buffer_B = self._buffer(run, chunk)
-        event = run.group.broadcast(buffer_B, deadline_s=run.left_s())
+        event = receive_into(buffer_B, chunk.deliveries, group=run.group, deadline_s=run.left_s())
         if event is not None:
             run.arriving.append(event)
         run.seconds["wire"] += time.monotonic() - began
@@ -524,7 +386,12 @@ class DirectReceiver:
         if chunk.kind != "live":
             # An abort completes the event too, so it does not prove arrival. Wait for a checked
             # receive before the first write to live memory. Later writes change a mixture.
-            is_queued = self._stream is not None and chunk.kind == "staged" and run.has_written
+            is_queued = (
+                self._stream is not None
+                and chunk.kind == "staged"
+                and not chunk.reloaded
+                and run.has_written
+            )
             if event is not None and not is_queued:
                 run.wait_for(event)
             run.on_written(len(chunk.tensors))
@@ -544,7 +411,35 @@ class DirectReceiver:
                     run.copied[chunk.slot] = copied = torch.cuda.Event()
                     copied.record()
                 self._digest(chunk)
+        if whole := self._completed(chunk, buffer_B, run.incomplete):
+            run.load(whole)
         run.seconds["load"] += time.monotonic() - began
+
+    def _completed(
+        self,
+        chunk: _LocalChunk,
+        buffer_B: torch.Tensor,
+        incomplete: dict[int, tuple[torch.Tensor, int]],
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Collect the pieces of tensors of the reload path; returns those that are whole now."""
+        whole = []
+        for placed in chunk.reloaded:
+            index, box = placed.piece.index, placed.piece.box
+            spec = self._manifest.tensors[index]
+            if index not in incomplete:
+                tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=self._device)
+                incomplete[index] = tensor, spec.numel
+            tensor, missing = incomplete.pop(index)
+            there = tensor.view(matrix(spec.shape))
+            there = there.narrow(0, box.first_row, box.rows)
+            there.narrow(1, box.first_column, box.columns).copy_(
+                view_of_piece(buffer_B, placed, spec)
+            )
+            if missing > box.numel:
+                incomplete[index] = tensor, missing - box.numel
+            else:
+                whole.append((spec.name, tensor))
+        return whole
 
     @staticmethod
     def _place(chunk: _LocalChunk, buffer_B: torch.Tensor) -> None:
@@ -580,10 +475,13 @@ class DirectReceiver:
             torch._foreach_copy_(*pairs)
         for chunk, buffer_B in arrived:
             self._place(chunk, buffer_B)
+        incomplete: dict[int, tuple[torch.Tensor, int]] = {}
         for chunk, buffer_B in arrived:
             self._digest(chunk)
             if chunk.kind == "reload":
                 load(self._tensors(chunk, buffer_B))
+            if whole := self._completed(chunk, buffer_B, incomplete):
+                load(whole)
 
     def _tensors(
         self, chunk: _LocalChunk, buffer_B: torch.Tensor

@@ -44,8 +44,6 @@ from orchestrator.protocol.messages import (
 )
 from weight_transfer.groups import TransferGroup, join_tcp
 
-RANK_OFFSET = 1
-"""The trainer is rank 0."""
 NOT_PLANNED = "no transfer group or no plan; send JoinTransferGroup and PrepareUpdate first"
 
 
@@ -100,13 +98,13 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
     # ------------------------------------------------------------ the group
 
     @property
-    def rank(self) -> int:
-        """This worker's rank in the transfer group."""
+    def position(self) -> int:
+        """This worker's place among the workers of its replica, from 0."""
         parallel = self.vllm_config.parallel_config
         data_parallel_rank = getattr(parallel, "data_parallel_index", None)
         if data_parallel_rank is None:
             data_parallel_rank = parallel.data_parallel_rank
-        return int(RANK_OFFSET + data_parallel_rank * parallel.world_size + parallel.rank)
+        return int(data_parallel_rank * parallel.world_size + parallel.rank)
 
     def init_transfer_engine(self, init_info: SpliceInitInfo) -> None:
         """Leave the old group and join the new one.
@@ -118,13 +116,14 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         if self._watchdog is None:
             self._watchdog = Watchdog.from_environment()
         rendezvous, deadline_s = init_info.request.rendezvous, init_info.request.deadline_s
+        rank = rendezvous.senders + self.position
         if rendezvous.transport == "tcp":
-            self._group = join_tcp(rendezvous, rank=self.rank, deadline_s=deadline_s)
+            self._group = join_tcp(rendezvous, rank=rank, deadline_s=deadline_s)
         else:
             from inference_node.worker.nccl_group import join_nccl
 
             self._group = join_nccl(
-                rendezvous, rank=self.rank, device=self.device, deadline_s=deadline_s
+                rendezvous, rank=rank, device=self.device, deadline_s=deadline_s
             )
 
     def leave_transfer_group(self) -> None:
@@ -206,7 +205,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
             self.reset()
             self.leave_transfer_group()
             raise
-        return update.manifest.nbytes
+        return update.nbytes
 
     def _swap_weights(self, request: SwapWeights, update: WorkerUpdate | None) -> int:
         if self._watchdog is not None:
@@ -222,7 +221,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         except BaseException:
             self.reset()
             raise
-        return update.manifest.nbytes
+        return update.nbytes
 
     def _note_written(self, count: int) -> None:
         self.applied.tensors += count
@@ -289,7 +288,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         update = self.plan.update
         if update is None or self._group is None:
             raise TransferError(NOT_PLANNED)
-        nbytes = update.manifest.nbytes
+        nbytes = update.nbytes
         refusal = shadow.why_not(
             nbytes, free_bytes=shadow.free_bytes(self.device), budget_bytes=request.budget_bytes
         )
@@ -301,6 +300,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
             self._shadow = shadow.Shadow(
                 manifest=update.manifest,
                 chunks=update.chunks,
+                steps=update.steps,
                 device=self.device,
                 stream=self._shadow_stream,
             )

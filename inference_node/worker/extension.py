@@ -20,7 +20,7 @@ import torch
 from inference_node.shared import names
 from inference_node.shared.reports import Findings, packed
 from inference_node.worker.engine import SpliceEngine
-from orchestrator.errors import code_and_remedy
+from orchestrator.errors import ManifestError, code_and_remedy
 from orchestrator.protocol.messages import (
     ErrorCode,
     Fp8Weights,
@@ -30,6 +30,7 @@ from orchestrator.protocol.messages import (
     ReceiveWeights,
     SwapWeights,
 )
+from weight_transfer import edges
 
 _log = logging.getLogger("vllm.splice")
 _P = ParamSpec("_P")
@@ -81,7 +82,7 @@ class SpliceWorkerExtension:
 
     @_answers(ErrorCode.INTERNAL)
     def splice_info(self) -> dict[str, Any]:
-        """Rank, device and versions of this worker."""
+        """Position, device and versions of this worker."""
         engine = self._splice_engine
         packages = {"torch": str(torch.__version__)}
         if engine.device.type == "cuda":
@@ -89,7 +90,7 @@ class SpliceWorkerExtension:
 
             packages["nccl"] = nccl_version()
         return {
-            "rank": engine.rank,
+            "position": engine.position,
             "device": str(engine.device),
             "model_dtype": str(engine.model_config.dtype).removeprefix("torch."),
             "packages": packages,
@@ -153,6 +154,24 @@ class SpliceWorkerExtension:
             reload_indices, None if part is None else tuple(part), is_own=is_own
         )
         return {"chunks": [[c.kind, list(c.tensors)] for c in chunks]}
+
+    @_answers(ErrorCode.PLAN_REFUSED)
+    def splice_keeps(self) -> dict[str, Any]:
+        """What this worker keeps of the planned manifest (`edges.keeps_table`), and its number."""
+        engine = self._splice_engine
+        return {"keeps": edges.to_text(engine.plan.keeps()), "position": engine.position}
+
+    @_answers(ErrorCode.PLAN_REFUSED)
+    def splice_use_edges(self, tables: list[str], changed_only: bool) -> dict[str, Any]:
+        """Receive each update from the trainer's ranks; `tables`: each worker's."""
+        engine = self._splice_engine
+        if len(tables) <= engine.position:
+            raise ManifestError(
+                f"the trainer plans for {len(tables)} workers; this is number {engine.position}"
+            )
+        table = edges.from_text(tables[engine.position], columns=edges.TABLE_COLUMNS)
+        engine.plan.use_edges(table, changed_only=changed_only)
+        return {}
 
     # ------------------------------------------------------------ the update
 

@@ -2,17 +2,19 @@
 
 PyNcclCommunicator fetches its unique id from a process group. `_SharedId` stands in for one and
 already has the id from the control message, in vLLM 0.26 and 0.32 alike. The communicator issues
-its own one-element warm-up all-reduce; the trainer issues the same.
+its own one-element warm-up all-reduce; the trainer issues the same. With several senders, a byte
+from each follows, which connects the two.
 
 Hazards: ncclCommInitRank and the warm-up cannot be interrupted, so they run in a daemon thread with
 a deadline. A communicator that exists by then is aborted. NCCL kernels of a dead peer never end, so
-`synchronize` polls its event and `abort` frees the kernels. Axes: B = bytes.
+`synchronize` polls its event and `abort` frees the kernels. Axes: B = bytes, S = senders.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,37 +47,81 @@ class _SharedId(StatelessProcessGroup):
 class NcclWorkerGroup(NcclGroup):
     """A `weight_transfer.groups.TransferGroup` of an inference worker."""
 
-    def __init__(self, *, communicator: PyNcclCommunicator, device: torch.device) -> None:
+    def __init__(
+        self, *, communicator: PyNcclCommunicator, device: torch.device, senders: int
+    ) -> None:
         """Takes ownership of the communicator."""
         super().__init__(device=device, other_end="the trainer")
-        self._communicator = communicator
+        self._communicator, self._senders = communicator, senders
 
-    def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event:
+    def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event | None:
         """Queue the receipt of a buffer; see `TransferGroup.broadcast`."""
-        self._raise_if_aborted()
-        with torch.cuda.device(self._device):
+        if self._senders > 1:
+            messages = [(0, buffer_B)] if buffer_B.numel() else []
+            return self.receive(messages, deadline_s=deadline_s)
+        with self._queueing("broadcast", [buffer_B]):
+            self._communicator.broadcast(buffer_B, src=0, stream=self._stream)
+            return self._recorded()
+
+    def send(
+        self, messages: Sequence[tuple[int, torch.Tensor]], *, deadline_s: float
+    ) -> torch.cuda.Event | None:
+        """Refuse: this end only receives."""
+        raise ValueError("a worker's group sends nothing")
+
+    def receive(
+        self, messages: Sequence[tuple[int, torch.Tensor]], *, deadline_s: float
+    ) -> torch.cuda.Event | None:
+        """Queue the receipts as one group of NCCL calls; see `TransferGroup.receive`."""
+        if not messages:
+            self._raise_if_aborted()
+            return None
+        with self._queueing("receive", [buffer_B for _, buffer_B in messages]):
+            _receive(self._communicator, messages, self._stream)
+            return self._recorded()
+
+    @contextlib.contextmanager
+    def _queueing(self, what: str, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Calls for the group's stream, after the current stream's work; errors become ours."""
+        with self._lock, torch.cuda.device(self._device):
+            self._raise_if_aborted()
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             try:
-                self._communicator.broadcast(buffer_B, src=0, stream=self._stream)
+                yield
             except RuntimeError as error:
                 self._raise_if_aborted()
                 raise TransferError(
-                    f"NCCL broadcast: {error}; the trainer is gone or a GPU failed"
+                    f"NCCL {what}: {error}; the trainer is gone or a GPU failed"
                 ) from error
-            # After an abort the owner may free the buffer too early: nobody else may get it.
-            buffer_B.record_stream(self._stream)
-            return self._recorded()
+            finally:
+                # After an abort the owner may free a buffer too early: nobody else may get it.
+                for buffer_B in buffers:
+                    buffer_B.record_stream(self._stream)
 
     def abort(self, reason: str) -> None:
         """End the communicator and its kernels, from any thread; the first reason counts."""
         with self._abort_lock:
             first, self._reason = self._reason is None, self._reason or reason
         if first:
-            _abort(self._communicator, self._device)
+            with self._without_calls():
+                _abort(self._communicator, self._device)
 
     def close(self) -> None:
         """Abort the communicator: ncclCommDestroy waits for peers. Safe to call twice."""
         self.abort("the transfer group is closed")
+
+
+def _receive(
+    communicator: PyNcclCommunicator,
+    messages: Sequence[tuple[int, torch.Tensor]],
+    stream: torch.cuda.Stream,
+) -> None:
+    communicator.group_start()
+    try:
+        for sender, buffer_B in messages:
+            communicator.recv(buffer_B, src=sender, stream=stream)
+    finally:
+        communicator.group_end()
 
 
 def _abort(communicator: PyNcclCommunicator, device: torch.device) -> None:
@@ -104,7 +150,7 @@ def nccl_version() -> str:
 def join_nccl(
     rendezvous: Rendezvous, *, rank: int, device: torch.device, deadline_s: float
 ) -> NcclWorkerGroup:
-    """Join the trainer's NCCL group as worker `rank` (1 ..).
+    """Join the trainer's NCCL group as the worker of this rank (`rendezvous.senders` and more).
 
     Raises:
         ConfigError: the rendezvous is not NCCL's, or the worker has no CUDA device.
@@ -128,6 +174,8 @@ def join_nccl(
         try:
             with torch.cuda.device(device):
                 PyNcclCommunicator.__init__(communicator, group, device=device)
+                if communicator.available and rendezvous.senders > 1:
+                    _connect(communicator, senders=rendezvous.senders)
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
             failure.append(without_frames(error))
 
@@ -144,4 +192,12 @@ def join_nccl(
         raise TransferError(f"joining the NCCL group failed: {failure[0]}") from failure[0]
     if not communicator.available:
         raise ConfigError("vLLM found no NCCL library in this environment")
-    return NcclWorkerGroup(communicator=communicator, device=device)
+    return NcclWorkerGroup(communicator=communicator, device=device, senders=rendezvous.senders)
+
+
+def _connect(communicator: PyNcclCommunicator, *, senders: int) -> None:
+    """Receive a byte from each sender."""
+    bytes_S1 = torch.empty((senders, 1), dtype=torch.uint8, device=communicator.device)
+    stream = torch.cuda.current_stream()
+    _receive(communicator, list(enumerate(bytes_S1)), stream)
+    stream.synchronize()

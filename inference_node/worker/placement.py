@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from inference_node.shared.reports import MAX_REFUSALS, Findings, PartKey
 from inference_node.worker import dialect, reload
 from orchestrator.protocol.messages import Manifest, TensorSpec
+from weight_transfer.boxes import Strided
 from weight_transfer.digest import region_digest
 
 LOADER_ERRORS = (
@@ -56,20 +57,15 @@ _LOSSLESS = {("bfloat16", "float32"), ("float16", "float32"), ("float32", "float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
+class Region(Strided):
     """Elements of one HF tensor and their place in a parameter.
 
     All counts are in elements; HF indices are row-major.
     """
 
     name: str
-    first_index: int
-    index_strides: tuple[int, ...]
-    size: tuple[int, ...]
     module: str
     param: str
-    offset: int
-    strides: tuple[int, ...]
 
     @property
     def key(self) -> tuple[str, str]:

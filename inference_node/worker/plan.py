@@ -3,6 +3,7 @@
     prepare_update(manifest)        what does this worker take, what can it not place?
     fp8_groups, use_fp8(weights)    the same, for the manifest in which weights travel as FP8
     lay_out(reload, part)           the order in which the tensors travel; equal on all workers
+    keeps(), use_edges(table)       each trainer rank sends only what this worker keeps
     choose(changed_only)            the update that starts next
 
 Nothing here changes a live tensor.
@@ -10,6 +11,7 @@ Nothing here changes a live tensor.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +20,7 @@ import torch
 from vllm.config import set_current_vllm_config
 
 from inference_node.shared.reports import Findings, some
-from inference_node.worker import derived, direct, fp8, placement, verify
+from inference_node.worker import chunk_plan, derived, direct, fp8, placement, verify
 from orchestrator.errors import ManifestError, TransferError
 from orchestrator.protocol.messages import (
     Fp8Group,
@@ -28,6 +30,8 @@ from orchestrator.protocol.messages import (
     fp8_manifest,
     fp8_places,
 )
+from weight_transfer import edges
+from weight_transfer.boxes import Box, boxes_of, matrix, overlap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,35 @@ class WorkerUpdate:
     """Arguments of the layout: the part, what is reloaded of it, and whether it is `is_own`."""
     chunks: tuple[WireChunk, ...]
     receiver: direct.DirectReceiver
+    steps: list[edges.Step] | None = None
+    """What comes from each trainer rank. None: whole chunks by broadcast."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this worker receives."""
+        return self.manifest.nbytes if self.steps is None else sum(s.nbytes for s in self.steps)
+
+    def keeps(self) -> dict[int, list[Box]]:
+        """What this worker needs of each tensor: its regions, or all of a tensor to reload."""
+        by_name = self.plan.regions_by_name()
+        reloaded = {i for c in self.chunks if c.kind == "reload" for i in c.tensors}
+        found: dict[int, list[Box]] = {}
+        for index, spec in enumerate(self.manifest.tensors):
+            height, width = matrix(spec.shape)
+            whole = [Box(0, height, 0, width)]
+            regions = by_name.get(spec.name, ())
+            boxes = whole if index in reloaded else list[Box]()
+            for region in regions if index not in reloaded else ():
+                boxes += (
+                    boxes_of(region.first_index, region.size, region.index_strides, spec.shape)
+                    or whole
+                )
+            boxes = list(dict.fromkeys(boxes))
+            if overlap(boxes) is not None:
+                boxes = whole
+            if boxes:
+                found[index] = boxes
+        return found
 
 
 class WorkerPlan:
@@ -53,7 +86,7 @@ class WorkerPlan:
         """The manifest that is sent, and its plan: the trainer's unless weights travel as FP8."""
         self._together: list[tuple[int, ...]] = []
         """Indices of what is sent that must share a chunk: FP8 weights with their scales."""
-        self._live: direct.Live = {}
+        self._live: chunk_plan.Live = {}
         self._whole: WorkerUpdate | None = None
         self._part: WorkerUpdate | None = None
         self.update: WorkerUpdate | None = None
@@ -80,7 +113,7 @@ class WorkerPlan:
             for region in plan.regions:
                 if region.key in lossy:
                     self.corrected.setdefault(region.name, []).append(region)
-            self._live = direct.live_parameters(self._model, plan)
+            self._live = chunk_plan.live_parameters(self._model, plan)
             self.deriving = derived.deriving_layers(self._model)
             self._whole = self._part = self.update = None
             self._together = []
@@ -136,7 +169,7 @@ class WorkerPlan:
     def obstacles(self) -> dict[int, str]:
         """Index of each tensor of the manifest that this worker cannot place -> the reason."""
         manifest, plan = self._checked_plan()
-        return direct.obstacles(plan, manifest, self._live)
+        return chunk_plan.obstacles(plan, manifest, self._live)
 
     def whole_layers(self, indices: Sequence[int]) -> tuple[int, ...]:
         """The indices, with those of all tensors that share a layer with them on this worker."""
@@ -168,7 +201,8 @@ class WorkerPlan:
         everything = range(len(manifest.tensors)) if part is None else part
         reload_within = frozenset(n for n, i in enumerate(everything) if i in reloaded)
         known = self._whole if part is None else self._part
-        if known is None or known.asked != (part, reload_within, is_own):
+        asked = (part, reload_within, is_own)
+        if known is None or known.asked != asked or known.steps is not None:
             known = self._lay_out(part, reload_within, is_own=is_own)
         if part is None:
             self._whole = known
@@ -188,8 +222,10 @@ class WorkerPlan:
         is_single = self._vllm_config.parallel_config.world_size_across_dp == 1
         together = [tuple(numbers[i] for i in g) for g in self._together if g[0] in numbers]
         elsewhere = reload_within.union(*together)
-        runs = direct.whole_runs(plan, manifest, elsewhere) if is_single and is_own else ()
-        chunks = direct.plan_chunks(manifest, reload=reload_within, runs=runs, together=together)
+        runs = chunk_plan.whole_runs(plan, manifest, elsewhere) if is_single and is_own else ()
+        chunks = chunk_plan.plan_chunks(
+            manifest, reload=reload_within, runs=runs, together=together
+        )
         receiver = direct.DirectReceiver(
             chunks=chunks, manifest=manifest, plan=plan, live=self._live, device=self._device
         )
@@ -200,6 +236,37 @@ class WorkerPlan:
             chunks=chunks,
             receiver=receiver,
         )
+
+    def keeps(self) -> edges.Table:
+        """What this worker keeps of the manifest whose layout is planned."""
+        assert self._whole is not None
+        return edges.keeps_table(self._whole.keeps())
+
+    def use_edges(self, table: edges.Table, *, changed_only: bool) -> None:
+        """Receive an update from each trainer rank as the table says.
+
+        Raises:
+            ManifestError: it is not what this worker keeps, each element once.
+        """
+        known = self._part if changed_only else self._whole
+        if known is None:
+            raise ManifestError("this update was not planned here; send PrepareUpdate first")
+        manifest = known.manifest
+        steps = edges.steps_of_worker(table, manifest.tensors)
+        edges.check_coverage(steps, known.keeps(), lambda i: manifest.tensors[i].name)
+        receiver = direct.DirectReceiver(
+            chunks=known.chunks,
+            manifest=manifest,
+            plan=known.plan,
+            live=self._live,
+            device=self._device,
+            steps=steps,
+        )
+        known = dataclasses.replace(known, receiver=receiver, steps=steps)
+        if changed_only:
+            self._part = known
+        else:
+            self._whole = known
 
     def _check_whole_layers(self, rule: str, indices: Sequence[int]) -> None:
         missing = sorted(set(self.whole_layers(indices)) - set(indices))

@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from inference_node.shared.watchdog import Watchdog
@@ -30,6 +31,7 @@ from orchestrator.errors import TransferError, TransferTimeout, without_frames
 from orchestrator.protocol.messages import Manifest, WireChunk
 from weight_transfer.cuda_events import wait_for_event
 from weight_transfer.digest import PreparedDigest
+from weight_transfer.edges import Step, digest_of_pieces, receive_into
 from weight_transfer.groups import TransferGroup
 from weight_transfer.layout import views_of
 
@@ -69,7 +71,8 @@ def free_bytes(device: torch.device) -> int:
 
 @dataclass(slots=True)
 class Arrived:
-    """Digests of what the thread received. `seconds`: "wire", "digest"."""
+    """Digests of what the thread received, of tensors or of pieces in steps. `seconds`: "wire",
+    "digest"."""
 
     digests: list[int]
     seconds: dict[str, float] = field(default_factory=dict)
@@ -79,6 +82,7 @@ class Shadow:
     """One update in shadow memory.
 
     Args:
+        steps: what comes from each trainer rank. None: the chunks, by broadcast.
         stream: on CUDA, the stream of all shadows of this worker. None elsewhere.
 
     Raises:
@@ -92,15 +96,16 @@ class Shadow:
         chunks: Sequence[WireChunk],
         device: torch.device,
         stream: torch.cuda.Stream | None,
+        steps: Sequence[Step] | None = None,
     ) -> None:
-        self._manifest, self._chunks, self._device, self._stream = (
-            manifest,
-            tuple(chunks),
-            device,
-            stream,
-        )
+        self._manifest, self._chunks, self._steps = manifest, tuple(chunks), steps
+        self._device, self._stream = device, stream
         with self._on_stream():
-            sizes = [sum(manifest.tensors[i].nbytes for i in c.tensors) for c in self._chunks]
+            sizes = (
+                [sum(manifest.tensors[i].nbytes for i in c.tensors) for c in self._chunks]
+                if steps is None
+                else [step.nbytes for step in steps]
+            )
             self.buffers = [
                 torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes
             ]
@@ -193,22 +198,15 @@ class Shadow:
     ) -> Arrived:
         began = time.monotonic()
         last: torch.cuda.Event | None = None  # a group's broadcasts end in order
-        for buffer_B in buffers:
+        for k, buffer_B in enumerate(buffers):
             if buffer_B.numel():
-                last = group.broadcast(buffer_B, deadline_s=_left_s(deadline))
+                deliveries = None if self._steps is None else self._steps[k].deliveries
+                last = receive_into(buffer_B, deliveries, group=group, deadline_s=_left_s(deadline))
         if last is not None and self._stream is not None:
             self._stream.wait_event(last)
             group.synchronize(last, deadline_s=_left_s(deadline))
         arrived = time.monotonic()
-        digests_N = torch.zeros(len(self._manifest.tensors), dtype=torch.int64, device=self._device)
-        # One table for all: many small ones would hold the GIL that the engine needs.
-        tensors = [
-            t
-            for chunk, buffer_B in zip(self._chunks, buffers, strict=True)
-            for t in self._tensors(chunk, buffer_B)
-        ]
-        digest = PreparedDigest(tensors, rows=[i for c in self._chunks for i in c.tensors])
-        digest.launch(digests_N)
+        digests_N = self._digest(buffers)
         if self._stream is not None:
             done = torch.cuda.Event()
             done.record(self._stream)
@@ -216,6 +214,31 @@ class Shadow:
             wait_for_event(done, deadline_s=_left_s(deadline), check=lambda: None, late=late)
         seconds = {"wire": arrived - began, "digest": time.monotonic() - arrived}
         return Arrived(digests=digests_N.tolist(), seconds=seconds)
+
+    def _digest(self, buffers: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The digests of all tensors, or of all pieces in steps: int64 [N].
+
+        One table for all: many small ones would hold the GIL that the engine needs.
+        """
+        specs = self._manifest.tensors
+        if self._steps is not None:
+            indices = [placed.piece.index for step in self._steps for placed in step.placed]
+            count = len(indices)
+            # The order of `Arrivals`: a tensor's pieces follow each other.
+            rows = np.empty(count, np.int64)
+            rows[np.argsort(indices, kind="stable")] = np.arange(count)
+            digest = digest_of_pieces(buffers, self._steps, specs, rows=rows.tolist())
+        else:
+            count = len(specs)
+            tensors = [
+                t
+                for chunk, buffer_B in zip(self._chunks, buffers, strict=True)
+                for t in self._tensors(chunk, buffer_B)
+            ]
+            digest = PreparedDigest(tensors, rows=[i for c in self._chunks for i in c.tensors])
+        digests_N = torch.zeros(count, dtype=torch.int64, device=self._device)
+        digest.launch(digests_N)
+        return digests_N
 
 
 def _left_s(deadline: float) -> float:

@@ -33,7 +33,7 @@ _LARGER_BODIES = {
     # allowed_token_ids may hold a whole vocabulary; client_state is the user's.
     **dict.fromkeys(("SubmitJob", "NextBatch", "RunJob"), 4 * _MIB),
     # Manifests and layouts: a model of 100,000 tensors takes 12 MiB.
-    **dict.fromkeys(("Completed", "PrepareUpdate", "UseLayout"), 32 * _MIB),
+    **dict.fromkeys(("Completed", "PrepareUpdate", "UseLayout", "UseEdges"), 32 * _MIB),
     "Status": _MIB,
     "SwapWeights": 2 * _MIB,
 }

@@ -31,6 +31,16 @@ class PrepareAnswer(BaseModel):
     changed: ManifestPart | None = None
     fp8: Fp8Weights | None = None
     """What travels as FP8; layout and part count in `fp8_manifest`."""
+    keeps: tuple[str, ...] | None = None
+    """In the order "edges": what each worker keeps."""
+
+
+class LayoutAnswer(BaseModel):
+    """The trainer's answer to `UseLayout`."""
+
+    why_not: str | None = None
+    tables: tuple[str, ...] | None = None
+    """In the order "edges": what each worker receives from which rank."""
 
 
 class ReceiveAnswer(BaseModel):

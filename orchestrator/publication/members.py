@@ -24,6 +24,7 @@ from orchestrator.protocol.messages import (
     Rendezvous,
     SendWeights,
     SwapWeights,
+    TrainerDetail,
 )
 from orchestrator.publication.answers import all_or_first_error, valid
 from orchestrator.publication.config import PublicationConfig
@@ -144,6 +145,12 @@ class Members:
         if again := sorted(r for r, detail in details.items() if not detail):
             raise NodeLost(f"{', '.join(again)} has started again and is not ready yet")
         return {r: InferenceDetail.model_validate(d) for r, d in details.items()}
+
+    def has_edges(self, replicas: Sequence[str]) -> bool:
+        """Whether several ranks send, or a replica has several workers that receive."""
+        trainer = TrainerDetail.model_validate(self.router.peers["trainer"].detail)
+        workers = [detail.workers for detail in self._details(replicas).values()]
+        return trainer.ranks > 1 or max(workers) > 1
 
     def _check_nccl(self, replicas: Sequence[str]) -> None:
         """NCCL joins no group of two versions, and its error code names neither."""

@@ -15,15 +15,17 @@ from orchestrator.protocol.messages import (
     ManifestPart,
     PlanPublication,
     PrepareUpdate,
+    UseEdges,
     UseLayout,
     WireLayout,
     fp8_manifest,
 )
-from orchestrator.publication.answers import PrepareAnswer, valid
+from orchestrator.publication.answers import LayoutAnswer, PrepareAnswer, valid
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.members import Members
 
 log = logging.getLogger("splice.publisher")
+EDGES = "every rank sends each worker its own"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,8 @@ class Planner:
         for order in get_args(LayoutOrder):
             if order == "shared" and is_shared:  # the replicas' own is; the trainer refused it
                 continue
+            if order == "edges" and not self._members.has_edges(replicas):
+                continue
             if order == "manifest" and fp8 is not None:
                 why += "; FP8 weights have no other layout, so serve this model in bf16"
                 break
@@ -109,10 +113,12 @@ class Planner:
             fp8 = _shared_fp8(dict(zip(answers, plans, strict=True)))
             sent, part = fp8_manifest(manifest, fp8), _shared_part(plans)
             is_shared = all(
-                p.layout == plans[0].layout and part in (None, p.changed) for p in plans
+                (p.layout, p.keeps) == (plans[0].layout, plans[0].keeps)
+                and part in (None, p.changed)
+                for p in plans
             )
             refused = (
-                await self._use_plan(sent, plans[0].layout, part, fp8)
+                await self._use_plan(sent, plans[0], part, replicas)
                 if is_shared
                 else "the replicas planned different ones"
             )
@@ -124,22 +130,23 @@ class Planner:
     async def _use_plan(
         self,
         manifest: Manifest,
-        layout: WireLayout,
+        plan: PrepareAnswer,
         part: ManifestPart | None,
-        fp8: Fp8Weights | None,
+        replicas: Sequence[str],
     ) -> str | None:
         """Have the trainer send as the replicas planned; None, or why that is impossible."""
         self.part = None
-        why = await self._use_layout(layout, fp8)
+        why = await self._use_layout(plan, plan.layout, replicas)
         if why is None and part is not None:
-            why = await self._use_layout(part.layout, fp8, part.tensors)
+            why = await self._use_layout(plan, part.layout, replicas, part.tensors)
             self.part = Wire(manifest=manifest.part(part.tensors), indices=part.tensors)
         return why
 
     async def _use_layout(
         self,
+        plan: PrepareAnswer,
         layout: WireLayout,
-        fp8: Fp8Weights | None,
+        replicas: Sequence[str],
         tensors: tuple[int, ...] | None = None,
     ) -> str | None:
         """Have the trainer send the manifest, or the part of these tensors, in a layout.
@@ -150,15 +157,29 @@ class Planner:
             deadline_s=self._config.plan_timeout_s,
             layout=layout,
             part=tensors,
-            fp8=fp8,
+            fp8=plan.fp8,
+            keeps=plan.keeps,
         )
         answer, _ = await self._members.router.request(
             "trainer", request, phase="planning the layout"
         )
         what = "layout" if tensors is None else f"layout of the {len(tensors)} tensors that change"
-        log.info("%s: %s", what, _summary(layout))
-        why = answer.result.get("why_not")
-        return None if why is None else f"the trainer cannot send it: {why}"
+        how = "rank 0 sends whole chunks" if plan.keeps is None else EDGES
+        log.info("%s: %s; %s", what, _summary(layout), how)
+        planned = valid("trainer", LayoutAnswer, answer.result)
+        if planned.why_not is not None:
+            return f"the trainer cannot send it: {planned.why_not}"
+        if planned.tables is not None:
+            await self._members.ask_all(
+                replicas,
+                lambda _: UseEdges(
+                    deadline_s=self._config.plan_timeout_s,
+                    changed_only=tensors is not None,
+                    tables=planned.tables or (),
+                ),
+                phase="planning the layout",
+            )
+        return None
 
 
 def _shared_fp8(plans: Mapping[str, PrepareAnswer]) -> Fp8Weights | None:

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from inference_node.server import all_workers
 from inference_node.shared.reports import Findings, WorkerDigests
-from inference_node.worker import direct, engine
+from inference_node.worker import chunk_plan, engine
 from orchestrator.protocol import messages as m
 from tests.inference_node import tiny
 from tests.inference_node.harness import new
@@ -269,7 +269,7 @@ class Engine:
 
 def kinds(name: str, folder: Path) -> tuple[set[str], set[str]]:
     """Kinds of chunks in a replica's own layout and in the shared one, if no tensor is small."""
-    direct.SMALL_BYTES = 1
+    chunk_plan.SMALL_BYTES = 1
     engine = Engine(name, folder, checkpoint(name, folder))
     engine.plan()
     own = {kind for kind, _ in engine.chunks}

@@ -20,7 +20,7 @@ from vllm.config import set_current_vllm_config
 
 from inference_node.server import all_workers
 from inference_node.shared.reports import Findings, WorkerDigests
-from inference_node.worker import direct, placement, verify
+from inference_node.worker import chunk_plan, direct, placement, verify
 from inference_node.worker import fp8 as held
 from orchestrator.protocol import messages as m
 from tests.inference_node.family_engine import CUDA, Engine, checkpoint, moved, write_like
@@ -249,14 +249,14 @@ class InProcess:
         self._plan = held.placed(recorded, self._sent, model)
         findings = placement.local_findings(self._plan, self._sent)
         all_workers.judge(self._sent, [findings])
-        live = direct.live_parameters(model, self._plan)
+        live = chunk_plan.live_parameters(model, self._plan)
         self._reload = placement.whole_layers(
-            self._plan, self._sent, sorted(direct.obstacles(self._plan, self._sent, live))
+            self._plan, self._sent, sorted(chunk_plan.obstacles(self._plan, self._sent, live))
         )
         all_workers.refuse_reload(self._sent, self._reload)
         places = m.fp8_places(manifest, weights)
         together = [tuple(p for i in g.tensors for p in places[i]) for g in weights.groups]
-        chunks = direct.plan_chunks(self._sent, reload=self._reload, together=together)
+        chunks = chunk_plan.plan_chunks(self._sent, reload=self._reload, together=together)
         self._chunks, self._order = chunks, [c.tensors for c in chunks]
         self._base = fp8_export.plan(manifest, self._sent, weights, self._order, None)
         self._specs = manifest.tensors

@@ -11,8 +11,8 @@ if __name__ == "__main__":
     names.WORKER_EXTENSION = "tests.inference_node.small_chunks.SpliceWorkerExtension"
     sys.exit(__main__.main())
 
-from inference_node.worker import direct
+from inference_node.worker import chunk_plan
 from inference_node.worker.extension import SpliceWorkerExtension
 
 __all__ = ["SpliceWorkerExtension"]
-direct.MAX_CHUNK_BYTES = 40_000
+chunk_plan.MAX_CHUNK_BYTES = 40_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from inference_node.worker import direct, placement
+from inference_node.worker import chunk_plan, placement
 from inference_node.worker.placement import PlacementPlan
 from orchestrator.errors import TransferError
 from orchestrator.protocol.messages import Manifest
@@ -50,7 +50,7 @@ class CudaWire(Wire):
 
 
 def placed_together(
-    manifest: Manifest, plans: list[PlacementPlan], lives: list[direct.Live]
+    manifest: Manifest, plans: list[PlacementPlan], lives: list[chunk_plan.Live]
 ) -> list[int]:
     """As `Control` does it: what any worker cannot place, with all that shares a layer with it on
     any worker, until nothing is added.
@@ -59,7 +59,7 @@ def placed_together(
         {
             i
             for p, live in zip(plans, lives, strict=True)
-            for i in direct.obstacles(p, manifest, live)
+            for i in chunk_plan.obstacles(p, manifest, live)
         }
     )
     while (

@@ -31,7 +31,8 @@ class Replica(FakeReplica):
 
     def on_JoinTransferGroup(self, message) -> None:
         self.on_LeaveTransferGroup(None)
-        self.group = join_tcp(message.rendezvous, rank=1, deadline_s=30)
+        where = message.rendezvous
+        self.group = join_tcp(where, rank=where.senders, deadline_s=30)
         self._done(message)
 
     def on_LeaveTransferGroup(self, message) -> None:

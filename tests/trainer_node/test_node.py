@@ -77,7 +77,7 @@ class Receiver:
         self._thread.start()
 
     def _join(self) -> None:
-        self.group = join_tcp(self._where, rank=1, deadline_s=30)
+        self.group = join_tcp(self._where, rank=self._where.senders, deadline_s=30)
 
     def receive(
         self, manifest: Manifest, layout: WireLayout, *, leave_at: int | None = None

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from orchestrator.errors import TransferAborted, TransferError, TransferTimeout
 from orchestrator.protocol.messages import Manifest, TensorSpec
@@ -341,6 +342,51 @@ def test_nccl_61_gb(nccl_pair: Callable[..., Any]) -> None:
         json.dumps({k: round(v, 3) for k, v in report.seconds.items()}),
     )
     sender.close()
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize(("senders", "workers"), [(1, 1), (2, 2)])
+def test_nccl_carries_messages_from_senders_to_workers(senders: int, workers: int) -> None:
+    """Two and two share both GPUs: NCCL takes each process for another host."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    ranks = []
+    for rank in range(senders + workers):
+        gpu = gpus[rank % 2]
+        path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "PYTHONPATH": path}
+        if senders + workers > 2:
+            environment |= {"NCCL_HOSTID": f"host-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        arguments = [rank, senders, workers, store.port]
+        command = [sys.executable, "-m", "tests.weight_transfer.nccl_ranks", *map(str, arguments)]
+        ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment))
+    try:
+        assert [process.wait(180) for process in ranks] == [0] * len(ranks)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait(10)
+
+
+@pytest.mark.gpu1
+def test_tcp_carries_messages_of_cuda_through_the_host() -> None:
+    """Of several sizes in one call: each has its place in the host's memory."""
+    listener = open_listener(transport="tcp", host="127.0.0.1", world_size=2, device="cuda")
+    sizes = (5, 64 << 20, 3)
+    sent = [(0, random_bits((size,), torch.uint8, size).to(CUDA)) for size in sizes]
+    got = [(0, torch.zeros(size, dtype=torch.uint8, device=CUDA)) for size in sizes]
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(join_tcp, listener.rendezvous, rank=1, deadline_s=30)
+        sender = listener.join(deadline_s=30)
+        receiver = joining.result()
+        try:
+            receiving = pool.submit(receiver.receive, got, deadline_s=30)
+            sender.send(sent, deadline_s=30)
+            receiver.synchronize(receiving.result(), deadline_s=30)
+            assert all(torch.equal(a[1], b[1]) for a, b in zip(sent, got, strict=True))
+        finally:
+            sender.close()
+            receiver.close()
 
 
 @pytest.mark.gpu1

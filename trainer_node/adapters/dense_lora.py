@@ -30,8 +30,8 @@ from trainer_node.adapters.linears import Linear, Place, initial_lora_a
 from trainer_node.adapters.merge import merged
 from trainer_node.adapters.rounding import Corner, Rounding
 from trainer_node.layout import strides
-from trainer_node.layout.boxes import Box
 from trainer_node.layout.pieces import Piece, TrainedParam
+from weight_transfer.boxes import Box
 
 
 class _Adapter(nn.Module):

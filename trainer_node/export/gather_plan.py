@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from orchestrator.errors import ManifestError
 from orchestrator.protocol.messages import DTYPE_BYTES, TensorSpec
-from trainer_node.layout.boxes import Box, matrix
+from weight_transfer.boxes import Box, matrix, overlap
 
 
 class PartitionError(ManifestError):
@@ -70,7 +70,18 @@ class ChunkPlan:
 def assign(
     held: Sequence[Iterable[Held]], specs: Sequence[TensorSpec]
 ) -> list[list[tuple[int, Box]]]:
-    """For each tensor its pieces and their owners, in the tensor's order.
+    """For each tensor its pieces and their owners, in the tensor's order. Of copies, the lowest
+    rank's counts.
+
+    Args and raises: as `holders`.
+    """
+    return [[(ranks[0], box) for ranks, box in boxes] for boxes in holders(held, specs)]
+
+
+def holders(
+    held: Sequence[Iterable[Held]], specs: Sequence[TensorSpec]
+) -> list[list[tuple[tuple[int, ...], Box]]]:
+    """For each tensor its pieces and the ranks that have each, in the tensor's order.
 
     Args:
         held: what each rank has; it may name more tensors than `specs`.
@@ -80,17 +91,17 @@ def assign(
         ManifestError: a tensor that no rank has, or in another shape or dtype; names it.
     """
     wanted = {spec.name: spec for spec in specs}
-    owners: dict[str, dict[Box, int]] = {spec.name: {} for spec in specs}
+    owners: dict[str, dict[Box, list[int]]] = {spec.name: {} for spec in specs}
     for rank, pieces in enumerate(held):
         for piece in pieces:
             if piece.name in wanted:
                 _check_kind(wanted[piece.name], piece)
-                owners[piece.name].setdefault(piece.box, rank)
+                owners[piece.name].setdefault(piece.box, []).append(rank)
     for spec in specs:
         _check_partition(spec, owners[spec.name])
     return [
         sorted(
-            ((rank, box) for box, rank in owners[spec.name].items()),
+            ((tuple(ranks), box) for box, ranks in owners[spec.name].items()),
             key=lambda p: (p[1].first_row, p[1].first_column),
         )
         for spec in specs
@@ -120,15 +131,11 @@ def _check_partition(spec: TensorSpec, boxes: Iterable[Box]) -> None:
             raise PartitionError(
                 f"{spec.name}: a rank has {box}, but the tensor ends at [{height}, {width}]"
             )
-    above: list[Box] = []
-    for box in sorted(boxes, key=lambda box: box.first_row):
-        above = [one for one in above if one.first_row + one.rows > box.first_row]
-        for one in above:
-            if one.overlaps(box):
-                raise PartitionError(
-                    f"{spec.name}: elements of {one} are in {box} of another rank as well"
-                )
-        above.append(box)
+    twice = overlap(boxes)
+    if twice is not None:
+        raise PartitionError(
+            f"{spec.name}: elements of {twice[0]} are in {twice[1]} of another rank as well"
+        )
     missing = spec.numel - sum(box.numel for box in boxes)
     if missing:
         raise PartitionError(

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from trainer_node.layout.boxes import Box, matrix
 from trainer_node.layout.layouts import ERRORS, Answer, alone, is_grouped, layouts
 from trainer_node.layout.strides import Axis, Layout, Piece
 from trainer_node.model.model import Model
+from weight_transfer.boxes import Box, matrix
 
 
 @dataclass(slots=True)

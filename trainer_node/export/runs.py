@@ -19,8 +19,8 @@ from trainer_node.adapters.linears import Place, stack_of
 from trainer_node.adapters.lora import Adapter, AdapterSet, ExpertAdapter
 from trainer_node.adapters.rounding import Corner
 from trainer_node.export.sources import Delta, Member, Source
-from trainer_node.layout.boxes import Box
 from trainer_node.ranks.topology import tensor_group
+from weight_transfer.boxes import Box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

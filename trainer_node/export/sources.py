@@ -14,8 +14,8 @@ import torch
 
 from trainer_node.adapters.merge import LoraDelta
 from trainer_node.adapters.rounding import Corner
-from trainer_node.layout.boxes import Box
 from trainer_node.layout.strides import Piece
+from weight_transfer.boxes import Box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

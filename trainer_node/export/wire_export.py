@@ -24,7 +24,7 @@ Axes: B = bytes, O = out features, I = in features, R = rank, T = tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -36,16 +36,18 @@ from trainer_node.adapters.linears import stack_of
 from trainer_node.adapters.lora import ExpertAdapter
 from trainer_node.adapters.merge import plan_merge
 from trainer_node.adapters.rounding import Corner
-from trainer_node.export.gather_plan import ChunkPlan, Held, assign, lay_out
+from trainer_node.export.gather_plan import ChunkPlan, Held, assign, holders, lay_out
 from trainer_node.export.gathering import Exchange
 from trainer_node.export.merger import Merger
 from trainer_node.export.probe import HfTensor, Probed, probe
 from trainer_node.export.sources import Delta, Member, Source
 from trainer_node.export.streamed import Streamed
-from trainer_node.layout.boxes import Box, matrix
+from trainer_node.layout.strides import Piece
 from trainer_node.model.model import Model
 from trainer_node.ranks import objects
 from trainer_node.ranks.topology import tensor_group
+from weight_transfer import edges
+from weight_transfer.boxes import Box, matrix
 from weight_transfer.layout import torch_dtype
 
 STREAMED_BYTES = 1 << 28
@@ -59,7 +61,8 @@ class LocalTensor:
     name: str
     shape: tuple[int, ...]
     """Of the whole tensor."""
-    sources: dict[Box, Source]
+    pieces: dict[Box, tuple[torch.Tensor, Piece]]
+    """Box -> the parameter, and where the box is in it."""
 
     @staticmethod
     def of(name: str, tensor: HfTensor, shape: tuple[int, ...]) -> LocalTensor:
@@ -70,33 +73,59 @@ class LocalTensor:
             pieces = [(param, cut) for param, piece in pieces for cut in piece.clipped(height)]
         else:
             shape = tensor.shape
-        is_vector = matrix(shape)[1] == 1
-        sources = {p.box: Source.of(param, p, is_vector=is_vector) for param, p in pieces}
-        return LocalTensor(name=name, shape=shape, sources=sources)
+        return LocalTensor(name=name, shape=shape, pieces={p.box: (q, p) for q, p in pieces})
 
     @property
     def dtype(self) -> str:
         """As in manifests."""
-        param = next(iter(self.sources.values())).param
+        param, _ = next(iter(self.pieces.values()))
         return str(param.dtype).removeprefix("torch.")
 
     def held(self) -> list[Held]:
         """Return what the other ranks need to know."""
-        return [Held(self.name, self.dtype, self.shape, box) for box in self.sources]
+        return [Held(self.name, self.dtype, self.shape, box) for box in self.pieces]
 
     def within(self, box: Box) -> Box:
         """A box's place in what this rank has, rows and columns end to end: an adapter's matrix."""
-        rows = {(b.first_row, b.rows) for b in self.sources}
-        columns = {(b.first_column, b.columns) for b in self.sources}
-        first_row = sum(size for first, size in rows if first < box.first_row)
-        first_column = sum(size for first, size in columns if first < box.first_column)
+        rows = {(b.first_row, b.rows) for b in self.pieces}
+        columns = {(b.first_column, b.columns) for b in self.pieces}
+        first_row = sum(min(n, max(0, box.first_row - first)) for first, n in rows)
+        first_column = sum(min(n, max(0, box.first_column - first)) for first, n in columns)
         return Box(first_row, box.rows, first_column, box.columns)
+
+    def members(
+        self, box: Box, delta: Delta | None, *, offset: int, row_stride: int
+    ) -> Iterator[Member]:
+        """The members that make up a box of what this rank has.
+
+        Args:
+            offset: first byte of the box in the buffer.
+            row_stride: elements from one row to the next, in the buffer.
+        """
+        is_vector = matrix(self.shape)[1] == 1
+        held = next(b for b in self.pieces if b.contains(box))
+        param, whole = self.pieces[held]
+        for piece in [whole] if held == box else whole.cut(box):
+            here = piece.box
+            cut = delta
+            if delta is not None and delta.first_expert is not None:
+                cut = delta.of_stack(here, self.shape)
+            elif delta is not None and (len(self.pieces) > 1 or here != held):
+                cut = replace(delta, box=self.within(here))  # A and B are for all boxes
+            row, column = here.first_row - box.first_row, here.first_column - box.first_column
+            yield Member(
+                source=Source.of(param, piece, is_vector=is_vector),
+                delta=cut,
+                offset=offset + (row * row_stride + column) * param.element_size(),
+                row_stride=row_stride,
+                corner=Corner(self.name, here.first_row, here.first_column),
+            )
 
     def spec(self) -> TensorSpec:
         """What an adapter here must fit."""
         if len(self.shape) < 2:
             return TensorSpec(name=self.name, dtype=self.dtype, shape=self.shape)  # type: ignore[arg-type]
-        ends = [self.within(box) for box in self.sources]
+        ends = [self.within(box) for box in self.pieces]
         height = max(box.first_row + box.rows for box in ends)
         width = max(box.first_column + box.columns for box in ends)
         if height * width != sum(box.numel for box in ends):
@@ -105,13 +134,16 @@ class LocalTensor:
 
 
 class WireExport:
-    """The merged tensors of a model, chunk by chunk on rank 0, in the receiver's order.
+    """The merged tensors of a model, in the receiver's order: chunk by chunk on rank 0, or step by
+    step on every rank.
 
     The constructor is a collective. It needs a model for which `supports` returns None.
 
     Args:
         manifest: the names and shapes; `Exporter.manifest()` or a part of it.
         order: chunks of manifest indices; every index exactly once.
+        keeps: what each worker keeps of the manifest. Every rank then sends to each worker what it
+            keeps. None: rank 0 sends whole chunks.
 
     Raises (on every rank alike):
         PartitionError: the ranks' pieces are not whole tensors.
@@ -119,7 +151,14 @@ class WireExport:
         MergePlanError: an adapter has no target, or two, or does not fit.
     """
 
-    def __init__(self, model: Model, manifest: Manifest, order: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        manifest: Manifest,
+        order: Sequence[Sequence[int]],
+        *,
+        keeps: Sequence[edges.Keeps] | None = None,
+    ) -> None:
         specs, rank = manifest.tensors, torch.distributed.get_rank()
         _check_order([spec.name for spec in specs], order)
         probed = probe(model)
@@ -128,7 +167,7 @@ class WireExport:
             for spec in specs
             if spec.name in probed.held
         }
-        mine_by_name = {name: tensor for name, tensor in mine_by_name.items() if tensor.sources}
+        mine_by_name = {name: tensor for name, tensor in mine_by_name.items() if tensor.pieces}
         adapter_of, problem = _plan_adapters(model, mine_by_name)
         held = [asdict(piece) for tensor in mine_by_name.values() for piece in tensor.held()]
         everyones = objects.all_gather(
@@ -150,14 +189,29 @@ class WireExport:
             whole = LocalTensor.of(name, HfTensor.whole(tensor), tuple(tensor.shape))
             holdings[0] += whole.held()
             mine_by_name[name] = whole
-        plans = lay_out(specs, order, assign(holdings, specs), ranks=len(everyones))
-        self._nbytes = [plan.nbytes for plan in plans]
         self.longest_s = math.inf
         """Longest duration of a send, in seconds: only its deadline limits it."""
+        self.steps: list[edges.Step] | None = None
+        """What this rank sends to each worker. None: rank 0 sends whole chunks."""
+        self.tables: list[edges.Table] = []
+        """What each worker receives."""
+        plans: list[ChunkPlan] = []
+        if keeps is not None:
+            indices = [i for chunk in order for i in chunk]
+            planned = edges.plan(
+                specs, holders(holdings, specs), keeps, order=indices, ranks=len(everyones)
+            )
+            self.steps = edges.steps_of_rank(planned, rank, specs)
+            self.tables = [edges.table_of(planned, worker) for worker in range(len(keeps))]
+            self._nbytes = [step.nbytes for step in self.steps]
+            mine = [_step_members(step, specs, mine_by_name, adapter_of) for step in self.steps]
+        else:
+            plans = lay_out(specs, order, assign(holdings, specs), ranks=len(everyones))
+            self._nbytes = [plan.nbytes for plan in plans]
+            mine = [_own_members(plan, rank, specs, mine_by_name, adapter_of) for plan in plans]
         self._exchange = Exchange(
             [p.messages for p in plans], group=model.gather_group, device=model.device
         )
-        mine = [_own_members(plan, rank, specs, mine_by_name, adapter_of) for plan in plans]
         self._own = Merger(
             mine, scale=model.scale, rounding=lambda: model.rounding, device=model.device
         )
@@ -199,10 +253,11 @@ class WireExport:
 
     def resident(self, chunk: int) -> torch.Tensor | None:
         """On rank 0: see `Merger.resident`. The caller calls `fill` for this chunk too."""
-        return self._own.resident(chunk)
+        return None if self.steps is not None else self._own.resident(chunk)
 
     def fill(self, chunk: int, out_B: torch.Tensor) -> None:
-        """On rank 0: write a chunk, its merged tensors end to end, row-major.
+        """On rank 0: write a chunk, its merged tensors end to end, row-major. In steps, on every
+        rank: write a step's pieces.
 
         The caller fills each chunk once, in order. On CUDA the work is queued on the current
         stream. Adapters must not change before it is done.
@@ -211,6 +266,9 @@ class WireExport:
             ValueError: `out_B` does not fit; as `Merger.fill`.
             OutOfStep: a rank is gone, or did not send its pieces before the limit.
         """
+        if self.steps is not None:
+            self._own.fill(chunk, out_B)
+            return
         self._exchange.post(chunk)  # the others' pieces travel while rank 0 merges its own
         self._own.fill(chunk, out_B)
         self._exchange.wait(chunk)
@@ -301,27 +359,32 @@ def _own_members(
     adapter_of: Mapping[str, Delta],
 ) -> tuple[int, list[Member]]:
     """This rank's members: of the chunk itself on rank 0, of the message on others."""
-    members = []
+    members: list[Member] = []
     for placed in plan.placements[rank]:
         tensor = tensors[specs[placed.index].name]
-        delta = adapter_of.get(tensor.name)
-        if delta is not None and delta.first_expert is not None:
-            delta = delta.of_stack(placed.box, tensor.shape)
-        elif delta is not None and len(tensor.sources) > 1:  # this rank's A and B are for all boxes
-            delta = replace(delta, box=tensor.within(placed.box))
         offset, row_stride = (
             (placed.offset, placed.row_stride) if rank == 0 else (placed.packed, placed.box.columns)
         )
-        members.append(
-            Member(
-                source=tensor.sources[placed.box],
-                delta=delta,
-                offset=offset,
-                row_stride=row_stride,
-                corner=Corner(tensor.name, placed.box.first_row, placed.box.first_column),
-            )
+        members += tensor.members(
+            placed.box, adapter_of.get(tensor.name), offset=offset, row_stride=row_stride
         )
     return (plan.nbytes if rank == 0 else plan.messages[rank]), members
+
+
+def _step_members(
+    step: edges.Step,
+    specs: Sequence[TensorSpec],
+    tensors: Mapping[str, LocalTensor],
+    adapter_of: Mapping[str, Delta],
+) -> tuple[int, list[Member]]:
+    """This rank's members of a step."""
+    members: list[Member] = []
+    for placed in step.placed:
+        tensor, box = tensors[specs[placed.piece.index].name], placed.piece.box
+        members += tensor.members(
+            box, adapter_of.get(tensor.name), offset=placed.offset, row_stride=box.columns
+        )
+    return step.nbytes, members
 
 
 def _placed_members(

@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from trainer_node.layout.boxes import matrix
 from trainer_node.layout.strides import Layout, NotStridedError, check, derive, widened
+from weight_transfer.boxes import matrix
 
 CODE = 0x15555555
 """Indices of the second run are xored with it. Arithmetic does not commute with that."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from trainer_node.layout.boxes import Box, matrix
+from weight_transfer.boxes import Box, matrix
 
 MAX_PIECES = 4096
 """Pieces of one HF tensor. A tensor with more is as good as unordered."""
@@ -51,14 +51,23 @@ class Axis:
         n = torch.arange(first, first + count)
         return (n // self.inner) * self.outer_stride + (n % self.inner) * self.inner_stride
 
-    def cut(self, count: int) -> Iterator[tuple[int, Axis]]:
-        """Yield the first `count` positions as (first position, axis): whole runs, then a rest."""
-        runs, rest = divmod(count, self.inner)
-        if runs:
-            outer_stride = self.outer_stride if runs > 1 else 0
-            yield 0, replace(self, outer=runs, outer_stride=outer_stride)
-        if rest:
-            yield runs * self.inner, Axis(1, rest, 0, self.inner_stride if rest > 1 else 0)
+    def cut(self, first: int, count: int) -> Iterator[tuple[int, Axis]]:
+        """Yield positions [first, first + count) as (first position, axis): the rest of a run,
+        whole runs, and the beginning of one."""
+        end = first + count
+        while first < end:
+            within = first % self.inner
+            runs = 0 if within else (end - first) // self.inner
+            if runs:
+                yield (
+                    first,
+                    replace(self, outer=runs, outer_stride=self.outer_stride if runs > 1 else 0),
+                )
+                first += runs * self.inner
+            else:
+                some = min(self.inner - within, end - first)
+                yield first, Axis(1, some, 0, self.inner_stride if some > 1 else 0)
+                first += some
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +95,22 @@ class Piece:
 
     def clipped(self, height: int) -> Iterator[Piece]:
         """Yield the piece's rows above row `height` of the HF tensor, as one or two pieces."""
-        for first, rows in self.rows.cut(min(self.box.rows, max(0, height - self.box.first_row))):
-            box = replace(self.box, first_row=self.box.first_row + first, rows=rows.count)
-            offset = self.offset + int(self.rows.offsets(first, 1))
-            yield replace(self, box=box, offset=offset, rows=rows)
+        rows = min(self.box.rows, max(0, height - self.box.first_row))
+        return self.cut(replace(self.box, rows=rows))
+
+    def cut(self, box: Box) -> Iterator[Piece]:
+        """Yield a box of the piece's own box, in pieces."""
+        first_row, first_column = self.box.first_row, self.box.first_column
+        for row, rows in self.rows.cut(box.first_row - first_row, box.rows):
+            for column, columns in self.columns.cut(box.first_column - first_column, box.columns):
+                offset = self.rows.offsets(row, 1) + self.columns.offsets(column, 1)
+                yield Piece(
+                    part=self.part,
+                    box=Box(first_row + row, rows.count, first_column + column, columns.count),
+                    offset=self.offset + int(offset),
+                    rows=rows,
+                    columns=columns,
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from torch import nn
 from orchestrator.errors import ConfigError
 from trainer_node.hf.checkpoint import HfCheckpoint
 from trainer_node.hf.names import strip_wrappers
-from trainer_node.layout.boxes import matrix
 from trainer_node.layout.layouts import layouts
 from trainer_node.layout.pieces import Piece, TrainedParam
 from trainer_node.layout.strides import Layout
+from weight_transfer.boxes import matrix
 
 VOCAB_PARAMS = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Megatron's parameters with a row for each token. Megatron pads them."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from orchestrator.errors import SpliceError, TransferError
+from orchestrator.errors import SpliceError, TransferAborted, TransferError
 from orchestrator.protocol.frames import Envelope, decode, encode
 from orchestrator.protocol.messages import AnyMessage
 from trainer_node.ranks import objects
@@ -89,6 +89,19 @@ def agree(
         own = error = None  # an error that is raised holds this frame
 
 
+def send_error(failures: Sequence[Failure], own: Exception | None) -> Exception:
+    """What to raise after a join or a send. A rank that another one aborted is no cause."""
+    if own is not None and dist.get_world_size() == 1:
+        return own
+    causes = [f for f in failures if f.kind != TransferAborted.__name__] or failures[:1]
+    text = "; ".join(f"rank {f.rank}: {f}" for f in causes)
+    if any(f.kind == OutOfStep.__name__ for f in causes):
+        return OutOfStep(text)
+    if isinstance(own, SpliceError) and dist.get_rank() == causes[0].rank == 0:
+        return own
+    return SendFailed(text)
+
+
 def has_diverged(failures: Sequence[Failure], *, world_size: int) -> bool:
     """Whether the ranks may have reached different points.
 
@@ -154,17 +167,7 @@ class Lockstep:
             OutOfStep: on every rank, if one rank raised it.
             SendFailed: a rank failed. If only rank 0 did, with an error of ours, it raises that.
         """
-        return agree(self._group, self._send_error)
-
-    def _send_error(self, failures: Sequence[Failure], own: Exception | None) -> Exception:
-        if own is not None and dist.get_world_size() == 1:
-            return own
-        text = "; ".join(f"rank {f.rank}: {f}" for f in failures)
-        if any(f.kind == OutOfStep.__name__ for f in failures):
-            return OutOfStep(text)
-        if isinstance(own, SpliceError) and len(failures) == 1 and self._is_root:
-            return own
-        return SendFailed(text)
+        return agree(self._group, send_error)
 
 
 def packed(message: AnyMessage, buffers: Sequence[bytes]) -> np.ndarray:

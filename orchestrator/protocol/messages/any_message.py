@@ -19,7 +19,7 @@ AnyMessage = (
     | trainer.AbortSend | trainer.ReleaseMemory | trainer.StartTrainer | trainer.StopTrainer
     # orchestrator -> inference node
     | inference.JoinTransferGroup | inference.LeaveTransferGroup
-    | inference.PrepareUpdate | inference.PrepareShadow
+    | inference.PrepareUpdate | inference.UseEdges | inference.PrepareShadow
     | inference.ReceiveWeights | inference.SwapWeights | inference.CheckCanary
     | inference.CommitUpdate | inference.AbortUpdate | inference.LeaveAlias
     # peers, and answers

@@ -12,12 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from orchestrator.errors import ConfigError
 from orchestrator.errors import ErrorCode as ErrorCode
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 """The orchestrator answers `Rejected` to peers of another version."""
 
 Transport = Literal["tcp", "nccl"]
 Role = Literal["trainer", "inference", "client", "launcher"]
-LayoutOrder = Literal["own", "shared", "manifest"]
+LayoutOrder = Literal["edges", "own", "shared", "manifest"]
 PauseMode = Literal["keep", "keep_kv", "wait", "abort"]
 PublicationMode = Literal["in_place", "shadow"]
 Dtype = Literal[

@@ -34,7 +34,8 @@ class PrepareUpdate(Request):
 
     `Completed.result["layout"]` is the `WireLayout` in which this replica receives. `["changed"]`
     is the `ManifestPart` for `manifest.changed`, or None if that is everything. `["fp8"]` is None,
-    or the `Fp8Weights` of this replica; layout and part then count in `fp8_manifest`. It ends in
+    or the `Fp8Weights` of this replica; layout and part then count in `fp8_manifest`. `["keeps"]`
+    is None, or in the order "edges" what each worker keeps. It ends in
     `Failed(code="plan_refused")` if a name, dtype or shape does not fit, or if a weight of the
     model would get no data. The message names the tensors.
     """
@@ -43,8 +44,24 @@ class PrepareUpdate(Request):
     version: int = Field(ge=0)
     manifest: Manifest
     order: LayoutOrder = "own"
-    """own: the fastest for this replica. shared: without `live` chunks, the same for any number of
-    workers. manifest: `reload` chunks in manifest order, which every trainer can send."""
+    """edges: each worker receives only what it keeps, from each rank of the trainer; `UseEdges`
+    follows. own: the fastest for this replica. shared: without `live` chunks, the same for any
+    number of workers. manifest: `reload` chunks in manifest order, which every trainer can send."""
+
+
+class UseEdges(Request):
+    """Receive updates from the trainer's ranks as the planned layout's tables say. Nothing pauses
+    and nothing changes. It follows `PrepareUpdate` with the order "edges".
+
+    It ends in `Failed(code="plan_refused")` if a worker would not receive what it keeps, each
+    element once.
+    """
+
+    kind: Literal["UseEdges"] = "UseEdges"
+    changed_only: bool
+    """Whether the tables are those of the changed part."""
+    tables: tuple[str, ...] = Field(min_length=1)
+    """For each worker `weight_transfer.edges.table_of`, as text."""
 
 
 class ReceiveWeights(Request):

@@ -175,18 +175,22 @@ class ManifestPart(Message):
 
 
 class Rendezvous(Message):
-    """How the inference workers reach the trainer's transfer group.
+    """How the workers of a replica reach the trainer's ranks in their transfer group.
 
-    The trainer is rank 0; the workers' ranks start at 1.
+    The trainer's ranks that send are ranks 0 to senders - 1. The workers' ranks follow.
     """
 
     transport: Transport
     host: str
     port: int = 0
-    """tcp: the port that the trainer listens on. nccl: 0."""
+    """tcp: the port that this sender listens on. nccl: 0."""
     secret: bytes = Field(default=b"", max_length=32, repr=False)
     """tcp: 32 random bytes for this rendezvous, which both ends prove to have. nccl: empty."""
     nccl_unique_id: bytes | None = Field(default=None, repr=False)
     """nccl: the 128 bytes of ncclGetUniqueId. tcp: None."""
     world_size: int = Field(ge=2)
-    """1 + workers of this replica."""
+    """Senders + workers of this replica."""
+    senders: int = Field(default=1, ge=1)
+    """Trainer ranks in the group."""
+    others: tuple[Rendezvous, ...] = ()
+    """tcp: where senders 1, 2 and so on listen. nccl: empty."""

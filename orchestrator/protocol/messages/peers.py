@@ -79,6 +79,8 @@ class TrainerDetail(BaseModel):
     """What the orchestrator uses of a trainer's `Ready.detail`."""
 
     memory: Literal["resident", "offload", "exit"] = "resident"
+    ranks: int = Field(default=1, ge=1, le=65536)
+    """Its processes, each with one GPU."""
 
 
 class LauncherDetail(TrainerDetail):

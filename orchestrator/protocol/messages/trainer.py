@@ -51,6 +51,10 @@ class UseLayout(Request):
     part: tuple[int, ...] | None = None
     """Indices of the tensors that an update of changed tensors sends; `layout` then refers to them.
     None: the whole manifest, which also discards an earlier part."""
+    keeps: tuple[str, ...] | None = None
+    """What each worker of a replica keeps of the whole manifest (`weight_transfer.edges`), as text:
+    every rank sends to each worker what it keeps. `Completed.result["tables"]` then has one table
+    for each worker, for `UseEdges`. None: rank 0 sends whole chunks to all."""
     fp8: Fp8Weights | None = None
     """Which tensors travel as FP8. The layout and the part then count in `fp8_manifest`."""
 

@@ -20,7 +20,7 @@ import torch
 
 from inference_node.server import all_workers
 from inference_node.shared.reports import WorkerDigests
-from inference_node.worker import direct, placement
+from inference_node.worker import chunk_plan, direct, placement
 from orchestrator.errors import TransferError
 from orchestrator.protocol import messages as m
 from tests.inference_node import tiny
@@ -111,7 +111,7 @@ def check_parts(
     """
     lives = [as_loaded(plan) for plan in plans]
     assert placed_together(manifest, plans, lives) == []
-    chunks = direct.plan_chunks(manifest, reload=[])
+    chunks = chunk_plan.plan_chunks(manifest, reload=[])
     order = [i for c in chunks for i in c.tensors]
     assert {c.kind for c in chunks} == {"staged"} and sorted(order) == list(
         range(len(manifest.tensors))

@@ -12,7 +12,7 @@ import torch
 
 from inference_node.server import all_workers
 from inference_node.shared.watchdog import Watchdog
-from inference_node.worker import direct
+from inference_node.worker import chunk_plan
 from inference_node.worker.direct import DirectReceiver
 from inference_node.worker.placement import ParamFormat, PlacementPlan, Region, whole_layers
 from inference_node.worker.shadow import Shadow
@@ -60,7 +60,7 @@ def moe(monkeypatch):
     """Three experts whose gate and up follow each other in w13, their downs in w2, and a
     norm; sent expert by expert.
     """
-    monkeypatch.setattr(direct, "SMALL_BYTES", 64)
+    monkeypatch.setattr(chunk_plan, "SMALL_BYTES", 64)
     specs, regions = [], []
     for e in range(E):
         for k, part in enumerate(("gate", "up")):
@@ -87,12 +87,12 @@ def moe(monkeypatch):
 
 def plan_layout(plan, manifest, live):
     """What a replica of one worker comes to, step by step as `Control` takes them."""
-    stuck = direct.obstacles(plan, manifest, live)
+    stuck = chunk_plan.obstacles(plan, manifest, live)
     reload = whole_layers(plan, manifest, sorted(stuck))
     reasons = {why: [i for i, w in stuck.items() if w == why] for why in stuck.values()}
     why = all_workers.explain(manifest, reasons, reload, within=range(len(manifest.tensors)))
-    chunks = direct.plan_chunks(
-        manifest, reload=reload, runs=direct.whole_runs(plan, manifest, reload)
+    chunks = chunk_plan.plan_chunks(
+        manifest, reload=reload, runs=chunk_plan.whole_runs(plan, manifest, reload)
     )
     return WireLayout(chunks=chunks, why_not_live=why)
 
@@ -124,7 +124,7 @@ def test_all_experts_of_a_layer_are_one_piece_in_the_order_of_memory(moe):
 
 def test_pieces_are_cut_at_the_limit(moe, monkeypatch):
     manifest, plan, live = moe
-    monkeypatch.setattr(direct, "MAX_CHUNK_BYTES", 2 * I * H * 4)
+    monkeypatch.setattr(chunk_plan, "MAX_CHUNK_BYTES", 2 * I * H * 4)
     layout = plan_layout(plan, manifest, live)
     assert [names(manifest, c) for c in layout.chunks[1:4]] == [
         ["0.gate", "0.up"],
@@ -137,7 +137,7 @@ def test_pieces_are_cut_at_the_limit(moe, monkeypatch):
 def test_pieces_are_alike_in_size(moe, monkeypatch):
     """Six tensors where five fit into a piece: three and three, not five and one."""
     manifest, plan, live = moe
-    monkeypatch.setattr(direct, "MAX_CHUNK_BYTES", 4 * I * H * 4)
+    monkeypatch.setattr(chunk_plan, "MAX_CHUNK_BYTES", 4 * I * H * 4)
     layout = plan_layout(plan, manifest, live)
     assert [len(c.tensors) for c in layout.chunks if c.kind == "live"] == [3, 3, 3]
 
@@ -161,7 +161,7 @@ def test_what_is_not_understood_takes_its_whole_layer_to_the_reload(moe, change,
 
 
 def test_a_transposed_or_partial_tensor_is_staged_not_taken_for_a_run(moe, monkeypatch):
-    monkeypatch.setattr(direct, "SMALL_BYTES", 1)
+    monkeypatch.setattr(chunk_plan, "SMALL_BYTES", 1)
     manifest, plan, live = moe
     regions = list(plan.regions)
     regions[0] = whole("0.gate", (I, H), "experts", "w13", 0, strides=(1, I))
@@ -203,7 +203,7 @@ def test_a_transposed_or_partial_tensor_is_staged_not_taken_for_a_run(moe, monke
 
 def test_the_first_chunk_is_never_live(moe, monkeypatch):
     """Where everything could be: then the smallest piece is staged first."""
-    monkeypatch.setattr(direct, "SMALL_BYTES", 1)
+    monkeypatch.setattr(chunk_plan, "SMALL_BYTES", 1)
     manifest, plan, live = moe
     layout = plan_layout(plan, manifest, live)
     assert [c.kind for c in layout.chunks] == ["staged", "live", "live"] and names(
@@ -281,8 +281,8 @@ def test_what_is_kept_in_a_wider_dtype_is_placed_and_digested_as_sent(moe, devic
 
 @pytest.mark.gpu1
 def test_staged_chunks_are_queued_behind_the_first_which_is_waited_for(moe, monkeypatch):
-    monkeypatch.setattr(direct, "SMALL_BYTES", 1 << 20)
-    monkeypatch.setattr(direct, "MAX_CHUNK_BYTES", I * H * 4)
+    monkeypatch.setattr(chunk_plan, "SMALL_BYTES", 1 << 20)
+    monkeypatch.setattr(chunk_plan, "MAX_CHUNK_BYTES", I * H * 4)
     manifest, plan, live = moe
     live = {key: tensor.cuda() for key, tensor in live.items()}
     layout = plan_layout(plan, manifest, live)

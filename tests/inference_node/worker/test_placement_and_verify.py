@@ -13,7 +13,7 @@ import torch
 
 from inference_node.server import all_workers
 from inference_node.shared.reports import PartDigest, WorkerDigests
-from inference_node.worker import derived, direct, packing, placement, reload, verify
+from inference_node.worker import chunk_plan, derived, packing, placement, reload, verify
 from orchestrator.errors import ManifestError, VerificationError
 from orchestrator.protocol.messages import Manifest, TensorSpec
 from tests.inference_node import family_engine, tiny, vllm_models
@@ -246,7 +246,7 @@ def test_a_wider_live_tensor_is_read_back_but_not_written_in_place(
     norm = m.model.model.norm
     kept, norm.weight.data = norm.weight.data, norm.weight.data.float()
     assert m.wrong(m.tensors) == []
-    live = direct.live_parameters(m.model, m.plan)
+    live = chunk_plan.live_parameters(m.model, m.plan)
     norm.weight.data = kept
     assert "another shape" in live["model.norm", "weight"]
 
@@ -279,7 +279,9 @@ def test_what_a_loader_computes_is_neither_placed_nor_verified() -> None:
     assert {param for (_, param), fmt in plan.formats.items() if fmt.is_computed} == {"decay"}
     findings = placement.local_findings(plan, manifest)
     assert findings.uncovered == {} and findings.refused == {}
-    assert direct.live_parameters(model, plan)["", "decay"] == "the loader of Model computes decay"
+    assert (
+        chunk_plan.live_parameters(model, plan)["", "decay"] == "the loader of Model computes decay"
+    )
     with torch.no_grad():
         found = verify.read_back(model, plan, {})
     assert set(found.unverified) == {"decay"} and set(found.parts) == {"weight"}

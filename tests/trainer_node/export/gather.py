@@ -9,6 +9,7 @@ LoRA with random adapters, then full parameters.
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from collections.abc import Sequence
@@ -26,9 +27,14 @@ from tests.trainer_node.worker import make_trainer, random_adapters
 from trainer_node.export import wire_export
 from trainer_node.export.merged import Exporter
 from trainer_node.export.wire_export import WireExport, supports
+from trainer_node.model.model import Model
+from trainer_node.ranks import objects
 from trainer_node.ranks.lockstep import Lockstep, OutOfStep, has_diverged
 from trainer_node.request import NotReady
 from trainer_node.training.trainer import Trainer
+from weight_transfer import edges
+from weight_transfer.boxes import Box, matrix
+from weight_transfer.digest import tensor_digest
 
 LIMIT_S = 60.0
 BROKEN = 0xA5
@@ -106,6 +112,81 @@ def check(trainer: Trainer) -> None:
         order = shuffled_order(len(part.tensors), 3, seed=4)
         check_bytes(exporter, WireExport(trainer.model, part, order), part, order, manifest.changed)
     check_failures(exporter, exports[1], manifest, orders[1])
+    check_edges(trainer.model, exporter, manifest, orders[0])
+
+
+def random_keeps(manifest: Manifest, *, workers: int) -> list[dict[int, list[Box]]]:
+    """What each worker keeps: rows or columns of some tensors, all of others."""
+    draw = random.Random(7)
+    keeps: list[dict[int, list[Box]]] = [{} for _ in range(workers)]
+    for n, spec in enumerate(manifest.tensors):
+        height, width = matrix(spec.shape)
+        how = draw.choice(["rows", "columns", "copies", "one"])
+        for w in range(workers):
+            box = Box(0, height, 0, width)
+            if how == "rows" and height >= workers:
+                first, end = height * w // workers, height * (w + 1) // workers
+                box = Box(first, end - first, 0, width)
+            elif how == "columns" and width >= workers:
+                first, end = width * w // workers, width * (w + 1) // workers
+                box = Box(0, height, first, end - first)
+            elif how == "one" and w != n % workers:
+                continue
+            keeps[w][n] = [box]
+    return keeps
+
+
+def check_edges(
+    model: Model, exporter: Exporter, manifest: Manifest, order: Sequence[Sequence[int]]
+) -> None:
+    """Every rank merges its own pieces of each step. Together they are what each worker keeps, to
+    the bit, and the ranks' digests add up to those of whole tensors."""
+    specs, keeps = manifest.tensors, random_keeps(manifest, workers=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(edges, "PIECE_BYTES", 900)
+        patch.setattr(edges, "STEP_BYTES", 20_000)
+        export = WireExport(model, manifest, order, keeps=keeps)
+    expected = {n: t.clone().contiguous().cpu() for n, t in exporter.merged_tensors()}
+    assert export.steps is not None and len(export.steps) > 2
+    export.start(limit=time.monotonic() + LIMIT_S)
+    filled = []
+    for k, step in enumerate(export.steps):
+        whole_B = torch.full((step.nbytes + 128,), BROKEN, dtype=torch.uint8, device=device())
+        export.fill(k, whole_B[64:-64])
+        assert bool((whole_B[:64] == BROKEN).all() and (whole_B[-64:] == BROKEN).all())
+        filled.append(whole_B[64:-64])
+    digests_N = torch.zeros(len(specs), dtype=torch.int64, device=device())
+    edges.digest_of_pieces(filled, export.steps, specs).launch(digests_N)
+    digests_N = digests_N.cpu()
+    dist.all_reduce(digests_N, group=model.control_group)
+    if is_root():  # only there `merged_tensors` has the merged ones
+        assert digests_N.tolist() == [int(tensor_digest(expected[s.name])) for s in specs]
+    everyones = objects.all_gather(
+        [
+            [(list(d.peers), bytes(step_B[d.begin : d.end].cpu().numpy())) for d in step.deliveries]
+            for step, step_B in zip(export.steps, filled, strict=True)
+        ],
+        group=model.control_group,
+    )
+    for worker, kept in enumerate(keeps) if is_root() else ():
+        received = edges.steps_of_worker(export.tables[worker], specs)
+        edges.check_coverage(received, kept, lambda i: specs[i].name)
+        for k, step in enumerate(received):
+            coming = [
+                content for rank in everyones for peers, content in rank[k] if worker in peers
+            ]
+            buffer_B = torch.zeros(step.nbytes, dtype=torch.uint8)
+            for delivery, content in zip(step.deliveries, coming, strict=True):
+                buffer_B[delivery.begin : delivery.end] = torch.frombuffer(
+                    bytearray(content), dtype=torch.uint8
+                )
+            for placed in step.placed:
+                spec, box = specs[placed.piece.index], placed.piece.box
+                wanted = expected[spec.name].view(matrix(spec.shape))
+                wanted = wanted.narrow(0, box.first_row, box.rows)
+                wanted = wanted.narrow(1, box.first_column, box.columns)
+                got = edges.view_of_piece(buffer_B, placed, spec)
+                assert torch.equal(got, wanted), (spec.name, box)
 
 
 def check_failures(

@@ -10,7 +10,7 @@ from orchestrator.errors import ManifestError
 from orchestrator.protocol.messages import TensorSpec
 from tests.trainer_node.conftest import run_on_gpus
 from trainer_node.export.gather_plan import ALIGN, Held, PartitionError, assign, lay_out
-from trainer_node.layout.boxes import Box
+from weight_transfer.boxes import Box
 
 TOPOLOGIES = {
     "dp2": ("dense_tied", 2, (1, 1, 1)),

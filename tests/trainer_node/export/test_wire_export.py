@@ -36,7 +36,7 @@ from trainer_node.export.merger import Merger
 from trainer_node.export.probe import probe
 from trainer_node.export.sources import Delta, Member, Source
 from trainer_node.export.wire_export import WireExport
-from trainer_node.layout.boxes import Box
+from weight_transfer.boxes import Box
 
 SCALE = 1.7  # no power of two: the multiplication rounds
 STOCHASTIC = Rounding(seed=7)

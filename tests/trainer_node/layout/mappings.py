@@ -25,8 +25,8 @@ from torch import nn
 from trainer_node.backends import cpu_shims
 from trainer_node.export.sources import Source
 from trainer_node.layout import layouts
-from trainer_node.layout.boxes import matrix
 from trainer_node.layout.strides import Layout
+from weight_transfer.boxes import matrix
 
 cpu_shims.apply()
 

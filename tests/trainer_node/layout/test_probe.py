@@ -23,8 +23,8 @@ from trainer_node.export.probe import HfTensor
 from trainer_node.export.sources import Delta, Source
 from trainer_node.export.wire_export import LocalTensor, _own_members
 from trainer_node.layout import strides
-from trainer_node.layout.boxes import Box, matrix
 from trainer_node.layout.strides import Axis, Layout, NotStridedError, Piece, check, derive, widened
+from weight_transfer.boxes import Box, matrix
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

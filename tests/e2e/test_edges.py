@@ -1,0 +1,81 @@
+"""Several trainer ranks send straight to several workers: real Megatron, real vLLM, every version
+verified."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.protocol.messages import (
+    InitialSync,
+    LossSpec,
+    OptimParams,
+    Resync,
+    TrainMerged,
+    batch_specs,
+)
+from splice.client.run_file import RunFile
+from splice.cluster import Cluster
+from tests.e2e.batches import PROMPT, as_batch
+from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def train(cluster: Cluster) -> Any:
+    answer = [3, 4, 5, 6]
+    specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + len(answer))
+    job = TrainMerged(
+        loss=LossSpec(name="cross_entropy"), optim=OptimParams(lr=5e-3), tensors=specs
+    )
+    return cluster.client.run(job, buffers=as_batch(answer), timeout_s=300.0)
+
+
+@pytest.mark.parametrize(
+    ("arch", "parallel", "workers", "replicas", "mode"),
+    [
+        pytest.param("qwen3_moe", {"expert": 2}, 2, 1, "in_place", id="ep2-tp2"),
+        pytest.param("qwen3", {"tensor": 2}, 1, 2, "shadow", id="tp2-rep2-shadow"),
+        pytest.param("qwen3", {}, 2, 1, "shadow", id="1-tp2-shadow", marks=pytest.mark.whole),
+        pytest.param("qwen3_moe", {"world_size": 3}, 1, 1, "in_place", id="dp3-1",
+                     marks=pytest.mark.whole),
+        pytest.param("qwen3", {"pipeline": 2}, 2, 1, "in_place", id="pp2-tp2",
+                     marks=pytest.mark.whole),
+    ],
+)  # fmt: skip
+def test_every_rank_sends_and_all_tensors_verify(
+    models: dict[str, Path],
+    tmp_path: Path,
+    arch: str,
+    parallel: dict[str, int],
+    workers: int,
+    replicas: int,
+    mode: str,
+) -> None:
+    run = RunFile(
+        name="tiny",
+        model=models[arch],
+        run_dir=tmp_path / "run",
+        publication={"mode": mode},
+        trainer={"python": TRAINER_PYTHON, "parallel": parallel},
+        inference={
+            "python": INFERENCE_PYTHON,
+            "tensor_parallel": workers,
+            "replicas": replicas,
+            "max_model_len": 256,
+            "cpu_kv_cache_gb": 0.1,
+        },
+    )
+    with Cluster(run) as cluster:
+        results = [cluster.client.run(InitialSync(), timeout_s=300.0)]
+        results += [train(cluster), train(cluster)]
+        results.append(cluster.client.run(Resync(), timeout_s=300.0))
+    assert [r.alias for r in results] == ["tiny@0", "tiny@1", "tiny@2", "tiny@2"]
+    for result in results:
+        assert result.num_verified == result.num_tensors and not result.unverified
+        assert len(result.replicas) == replicas
+    assert {r.mode for r in results[1:3]} == {mode}
+    log = (run.run_dir / "logs" / "orchestrator.log").read_text()
+    assert "every rank sends each worker its own" in log

@@ -35,6 +35,9 @@ STEP_BYTES = 256 * 2**20
 millisecond for one; at 128 MiB it was slower than NVLink."""
 PIECE_BYTES = 8 * 2**20
 """Larger pieces are cut into rows, so that streams can be cut into equal steps."""
+SHARED_BYTES = 64 * 2**20
+"""Ranks with equal copies share the sending of a tensor with more bytes, all its receivers
+counted."""
 PIECE_ALIGN = 16
 PARCEL_ALIGN = 512
 Table = npt.NDArray[np.int64]
@@ -123,11 +126,22 @@ def _owners(
     for has_choice in (False, True):
         for index, spec in enumerate(specs):
             for held_by, box in holders[index]:
-                if (len(held_by) > 1) is has_choice:
+                if (len(held_by) > 1) is not has_choice:
+                    continue
+                nbytes = box.numel * DTYPE_BYTES[spec.dtype] * copies[index]
+                parts = min(len(held_by), int(nbytes // SHARED_BYTES) + 1)
+                for part in _row_parts(box, parts):
                     rank = min(held_by, key=lambda r: (loads[r], r))
-                    loads[rank] += box.numel * DTYPE_BYTES[spec.dtype] * copies[index]
-                    owners[index].append((rank, box))
+                    loads[rank] += nbytes * part.numel / box.numel
+                    owners[index].append((rank, part))
     return owners
+
+
+def _row_parts(box: Box, parts: int) -> Iterator[Box]:
+    """The box in at most `parts` parts of its rows, of similar size."""
+    ends = sorted({box.rows * n // parts for n in range(parts + 1)})
+    for first, end in itertools.pairwise(ends):
+        yield Box(box.first_row + first, end - first, box.first_column, box.columns)
 
 
 def _shared(

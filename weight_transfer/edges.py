@@ -13,6 +13,7 @@ receive all the time. No buffer holds more than a step.
 from __future__ import annotations
 
 import base64
+import heapq
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -122,6 +123,7 @@ def _owners(
         for index, spec in enumerate(specs)
     ]
     loads = [0.0] * ranks
+    queues: dict[tuple[int, ...], list[tuple[float, int]]] = {}
     owners: list[list[tuple[int, Box]]] = [[] for _ in specs]
     for has_choice in (False, True):
         for index, spec in enumerate(specs):
@@ -130,11 +132,23 @@ def _owners(
                     continue
                 nbytes = box.numel * DTYPE_BYTES[spec.dtype] * copies[index]
                 parts = min(len(held_by), int(nbytes // SHARED_BYTES) + 1)
+                queue = queues.get(held_by)
+                if queue is None:
+                    queue = queues[held_by] = [(loads[r], r) for r in held_by]
+                    heapq.heapify(queue)
                 for part in _row_parts(box, parts):
-                    rank = min(held_by, key=lambda r: (loads[r], r))
+                    rank = _least(queue, loads)
                     loads[rank] += nbytes * part.numel / box.numel
                     owners[index].append((rank, part))
     return owners
+
+
+def _least(queue: list[tuple[float, int]], loads: Sequence[float]) -> int:
+    """The rank of a heap with the least load. Loads only grow, so an old entry is put back."""
+    while loads[queue[0][1]] != queue[0][0]:
+        rank = queue[0][1]
+        heapq.heapreplace(queue, (loads[rank], rank))
+    return queue[0][1]
 
 
 def _row_parts(box: Box, parts: int) -> Iterator[Box]:

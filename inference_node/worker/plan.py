@@ -229,7 +229,7 @@ class WorkerPlan:
         chunks = chunk_plan.plan_chunks(
             manifest, reload=reload_within, runs=runs, together=together
         )
-        steps = [] if order == "edges" else None
+        steps: list[edges.Step] | None = [] if order == "edges" else None
         receiver = direct.DirectReceiver(
             chunks=chunks,
             manifest=manifest,

@@ -33,6 +33,7 @@ from orchestrator.protocol.messages import (
     ErrorCode,
     Fp8Group,
     JoinTransferGroup,
+    LayoutOrder,
     LeaveTransferGroup,
     Manifest,
     Message,
@@ -186,7 +187,7 @@ class Actions:
         all_workers.refuse_reload(manifest, reloaded, reasons)
         changed = await self._whole_layers(manifest.changed or (), len(answers))
         lay_out = functools.partial(
-            self._lay_out, manifest, findings, reasons, reloaded, is_own=message.order == "own"
+            self._lay_out, manifest, findings, reasons, reloaded, order=message.order
         )
         self._whole = await lay_out(None)
         planned: Answer = {
@@ -254,10 +255,10 @@ class Actions:
         reloaded: Sequence[int],
         part: Sequence[int] | None,
         *,
-        is_own: bool,
+        order: LayoutOrder,
     ) -> PlannedUpdate:
         """Have every worker plan an update; all must plan the same."""
-        answers = await self._workers("splice_lay_out", reloaded, part, is_own)
+        answers = await self._workers("splice_lay_out", reloaded, part, order)
         rows = answers[0]["chunks"]
         if any(a["chunks"] != rows for a in answers):
             raise ActionFailed(

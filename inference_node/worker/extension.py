@@ -25,6 +25,7 @@ from orchestrator.protocol.messages import (
     ErrorCode,
     Fp8Weights,
     JoinTransferGroup,
+    LayoutOrder,
     Manifest,
     PrepareShadow,
     ReceiveWeights,
@@ -147,11 +148,11 @@ class SpliceWorkerExtension:
 
     @_answers(ErrorCode.PLAN_REFUSED)
     def splice_lay_out(
-        self, reload_indices: list[int], part: list[int] | None, is_own: bool
+        self, reload_indices: list[int], part: list[int] | None, order: LayoutOrder
     ) -> dict[str, Any]:
         """Plan updates of the planned manifest or of a part; `chunks` has [kind, indices] rows."""
         chunks = self._splice_engine.plan.lay_out(
-            reload_indices, None if part is None else tuple(part), is_own=is_own
+            reload_indices, None if part is None else tuple(part), order=order
         )
         return {"chunks": [[c.kind, list(c.tensors)] for c in chunks]}
 

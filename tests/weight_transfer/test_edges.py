@@ -156,6 +156,16 @@ def test_equal_copies_share_the_sending_and_steps_are_even() -> None:
     assert sizes.max() <= 2 * sizes.mean()
 
 
+def test_a_rank_whose_tensor_many_workers_keep_sends_less_of_the_rest() -> None:
+    specs = [TensorSpec(name=f"t{n}", dtype="bfloat16", shape=(64, 32)) for n in range(9)]
+    whole = Box(0, 64, 0, 32)
+    keeps = [{n: [whole] for n in (range(9) if w == 0 else [0])} for w in range(8)]
+    holders = [[((0,), whole)], *[[((0, 1), whole)]] * 8]
+    planned = edges.plan(specs, holders, keeps, order=range(9), ranks=2)
+    rest = {p.index for s in planned for parcel in s[1] for p in parcel.pieces}
+    assert rest == set(range(1, 9)), "rank 0 has the bytes of eight tensors to send already"
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_the_parts_of_a_region_in_a_box(seed: int) -> None:
     """`cut` and `boxes_of` against a tensor of indices."""

@@ -41,7 +41,7 @@ class Planned:
             WorkerUpdate(
                 manifest=replica.manifest,
                 plan=plan,
-                asked=(None, frozenset(), False),
+                asked=(None, frozenset(), "edges"),
                 chunks=replica.chunks,
                 receiver=receiver,
             )

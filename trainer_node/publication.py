@@ -141,8 +141,10 @@ class Publication:
         chunks = Chunks(manifest=sent, order=order, export=export)
         self._transfer.use_chunks(chunks, changed_only=changed_only)
         heap.free_replaced()  # a plan has some 100,000 objects
-        tables = [edges.to_text(t) for t in chunks.tables] if texts is not None else None
-        return Outcome(result={"why_not": None, "tables": tables})
+        result: dict[str, Any] = {"why_not": None}
+        if texts is not None:
+            result["tables"] = [edges.to_text(table) for table in chunks.tables]
+        return Outcome(result=result)
 
     def _plan_export(
         self,

@@ -23,7 +23,7 @@ from trainer_node.ranks import gpu, objects
 from trainer_node.ranks.abort_signal import AbortSignal
 from trainer_node.ranks.lockstep import agree, send_error
 from weight_transfer.chunks import ChunkSender, SendReport
-from weight_transfer.edges import Step, Table
+from weight_transfer.edges import Step, Table, in_turn
 from weight_transfer.groups import GroupListener, TransferGroup, open_listener
 
 log = logging.getLogger("splice.trainer")
@@ -197,10 +197,11 @@ class Transfer:
         chunks = self.choose(
             changed_only=self._changed_only or (self._has_sent and True in self._chunks)
         )
-        if chunks is None or not self._groups:
+        if chunks is None:
             return
+        sends = chunks.steps is not None or _rank_and_world_size()[0] == 0
         try:
-            if chunks.steps is not None or _rank_and_world_size()[0] == 0:
+            if sends and self._groups:
                 self._sender_of(chunks)
             if isinstance(chunks.export, Fp8Export):
                 chunks.export.prepare()
@@ -260,7 +261,9 @@ class Transfer:
         with self._lock:
             if self._sender is None:
                 self._sender = ChunkSender(
-                    groups=self._groups,
+                    groups=self._groups
+                    if self._device.type == "cuda"
+                    else in_turn(self._groups, _rank_and_world_size()[0]),
                     manifest=chunks.manifest,
                     chunks=chunks.order,
                     fill=chunks.export.fill,

@@ -18,7 +18,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +68,7 @@ Holders = Sequence[tuple[tuple[int, ...], Box]]
 """Boxes of one tensor, which share no element, and the ranks that hold each."""
 Keeps = Mapping[int, Sequence[Box]]
 """Index of a tensor -> what one worker keeps of it."""
+_Group = TypeVar("_Group")
 _Stream = tuple[int, tuple[int, ...]]
 """A rank, and the workers that it sends the same pieces to."""
 _Shared = tuple[int, tuple[int, ...], int, Box]
@@ -371,6 +372,14 @@ def receive_into(
         return group.broadcast(buffer_B, deadline_s=deadline_s)
     coming = [(m.peers[0], buffer_B[m.begin : m.end]) for m in messages]
     return group.receive(coming, deadline_s=deadline_s)
+
+
+def in_turn(groups: Mapping[str, _Group], rank: int) -> dict[str, _Group]:
+    """The replicas' groups in the order in which a rank serves them over TCP, where a call blocks:
+    each rank begins with another replica, so that all links are used."""
+    names = list(groups)
+    first = rank % len(names) if names else 0
+    return {name: groups[name] for name in names[first:] + names[:first]}
 
 
 def send_from(

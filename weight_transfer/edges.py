@@ -24,7 +24,7 @@ import torch
 
 from orchestrator.errors import ManifestError
 from orchestrator.protocol.messages import DTYPE_BYTES, TensorSpec
-from weight_transfer.boxes import Box, matrix
+from weight_transfer.boxes import Box, matrix, overlap
 from weight_transfer.digest import PreparedDigest
 from weight_transfer.groups import TransferGroup
 from weight_transfer.layout import torch_dtype
@@ -306,6 +306,11 @@ def check_coverage(steps: Sequence[Step], keeps: Keeps, name_of: Callable[[int],
             raise ManifestError(
                 f"{name_of(index)}: this worker keeps {wanted} elements and would receive {shared} "
                 f"of them in {len(boxes)} pieces"
+            )
+        if (twice := overlap(boxes)) is not None:
+            raise ManifestError(
+                f"{name_of(index)}: this worker would receive elements of {twice[0]} in {twice[1]} "
+                "again, and lack others"
             )
 
 

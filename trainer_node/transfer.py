@@ -30,9 +30,9 @@ log = logging.getLogger("splice.trainer")
 Export: TypeAlias = WireExport | BridgeExport | Fp8Export
 """What fills the chunks of an update."""
 OTHERS_S = 5.0
-"""Seconds that the other ranks wait longer for workers than rank 0. Workers join rank 0 first, so its
-error names the one that is missing, and ends the others' joins. It is less than the orchestrator's
-`open_requests.DEADLINE_GRACE_S`."""
+"""Seconds that the other ranks wait longer for workers than rank 0. Workers join rank 0 first, so
+its error names the one that is missing, and ends the others' joins. It is less than the
+orchestrator's `open_requests.DEADLINE_GRACE_S`."""
 NO_GROUP = "no transfer group is open; send OpenTransferGroup first"
 
 

@@ -29,6 +29,10 @@ from weight_transfer.groups import GroupListener, TransferGroup, open_listener
 log = logging.getLogger("splice.trainer")
 Export: TypeAlias = WireExport | BridgeExport | Fp8Export
 """What fills the chunks of an update."""
+OTHERS_S = 5.0
+"""Seconds that the other ranks wait longer for workers than rank 0. Workers join rank 0 first, so
+its error names the one that is missing, and ends the others' joins. It is less than the
+orchestrator's `open_requests.DEADLINE_GRACE_S`."""
 NO_GROUP = "no transfer group is open; send OpenTransferGroup first"
 
 
@@ -93,7 +97,8 @@ class Transfer:
             SendFailed: another rank failed.
         """
         self.close()
-        deadline = time.monotonic() + message.deadline_s
+        rank, _ = _rank_and_world_size()
+        deadline = time.monotonic() + message.deadline_s + (OTHERS_S if rank else 0.0)
         joined: dict[str, TransferGroup] = {}
         try:
             with _agreed(group):

@@ -354,6 +354,11 @@ def check_coverage(steps: Sequence[Step], keeps: Keeps, name_of: Callable[[int],
                 f"{name_of(index)}: this worker keeps {wanted} elements and would receive {shared} "
                 f"of them in {len(boxes)} pieces"
             )
+        if (twice := overlap(boxes)) is not None:
+            raise ManifestError(
+                f"{name_of(index)}: this worker would receive elements of {twice[0]} in {twice[1]} "
+                "again, and lack others"
+            )
 
 
 # ------------------------------------------------------------ on the wire

@@ -130,6 +130,15 @@ def test_a_worker_refuses_a_plan_that_is_not_its_own() -> None:
         edges.from_text("nonsense", columns=edges.TABLE_COLUMNS)
 
 
+def test_a_worker_refuses_an_element_that_comes_twice_in_place_of_another() -> None:
+    """As many elements as it keeps, all of them its own."""
+    specs = [TensorSpec(name="w", dtype="float32", shape=(8, 4))]
+    twice = [(0, 0, 0, 0, first, 2, 0, 4) for first in (0, 1)]
+    steps = edges.steps_of_worker(np.array([(1, 0, 0, 0, 0, 0, 0, 0), *twice], np.int64), specs)
+    with pytest.raises(ManifestError, match=r"^w: .* again, and lack others"):
+        edges.check_coverage(steps, {0: [Box(0, 4, 0, 4)]}, lambda i: specs[i].name)
+
+
 def test_an_element_that_no_worker_keeps_is_refused_by_name() -> None:
     specs = [TensorSpec(name="w", dtype="float32", shape=(8, 4))]
     with pytest.raises(ManifestError, match=r"^w: no worker keeps 16 of its 32 elements"):

@@ -29,6 +29,8 @@ from packaging.utils import (
 )
 from packaging.version import Version
 
+from tests import forked
+
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = ROOT / "requirements"
 DOCKER = ROOT / "docker"
@@ -151,14 +153,7 @@ def test_compose_runs_commands_that_splice_has() -> None:
         assert (DOCKER / build["context"] / build["dockerfile"]).resolve().is_file()
         command, *rest = service["command"]
         options = [word for word in rest if word.startswith("--")]
-        done = subprocess.run(
-            [sys.executable, "-m", "splice", command, *rest, "--help"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-            cwd=ROOT,
-        )
+        done = forked.run(command, *rest, "--help")
         assert done.returncode == 0, done.stderr
         assert all(option in done.stdout for option in options), done.stdout
 

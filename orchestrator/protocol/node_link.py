@@ -74,6 +74,7 @@ REFUSALS = 4
 REDIAL_AFTER_S = 10.0
 """Silence of the orchestrator after which the link opens a new connection. Neither end may notice
 that the old one is cut."""
+FLUSH_S = 2.0
 
 
 class NodeLink:
@@ -119,7 +120,7 @@ class NodeLink:
         self._refusals = 0
         """Connections in a row that ended in their handshake."""
         self._silence, self._requests = Silence(), Answered()
-        self._heartbeat_s = 1.0
+        self._heartbeat_s, self._flush_ms = 1.0, int(FLUSH_S * 1000)
         self._last_word: AnyMessage | None = None
         """The latest `Ready` or `Unready`."""
         self._dialled_s = 0.0
@@ -283,10 +284,11 @@ class NodeLink:
         )
         self.send(failed)
 
-    def close(self) -> None:
-        """Flush the queue for at most 2 s, then end thread and sockets. Safe to call twice."""
+    def close(self, *, flush_s: float = FLUSH_S) -> None:
+        """Flush the queue for up to `flush_s`, then end thread and sockets. Safe to call twice."""
         if self._closing.is_set():
             return
+        self._flush_ms = int(flush_s * 1000)
         self._closing.set()
         self._wake()
         if self._thread.is_alive():
@@ -316,7 +318,7 @@ class NodeLink:
             with contextlib.suppress(OSError):  # none while the run is stopped
                 self._endpoint = self._endpoint_file.read_text().strip() or self._endpoint
         socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 2000)
+        socket.setsockopt(zmq.LINGER, int(FLUSH_S * 1000))
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
@@ -348,7 +350,7 @@ class NodeLink:
             if not self._closing.is_set():
                 log.warning("the connection to %s ended: %s", self._endpoint, error)
         finally:
-            self._disconnect(socket, monitor, linger_ms=2000)
+            self._disconnect(socket, monitor, linger_ms=self._flush_ms)
 
     def _is_rejected_for_good(self) -> bool:
         return self._rejected is not None and not self._rejected.retry

@@ -98,10 +98,10 @@ class FakeNode:
         return self
 
     def die(self) -> None:
-        """Vanish without a word, as after SIGKILL."""
+        """Vanish without a word, as after SIGKILL. What it has sent may still leave."""
         self._stop.set()
         self._thread.join(timeout=5)
-        self.link.close()
+        self.link.close(flush_s=0.2)
 
     stop = die
 

@@ -87,8 +87,8 @@ class Run:
     def __exit__(self, *_):
         if self.thread.is_alive():
             self.client.stop_run()
+        self.client.__exit__()  # while somebody is there who takes its last words
         self.thread.join(20)
-        self.client.__exit__()
         for node in self.nodes:
             node.stop()
         assert not self.thread.is_alive() and self.error is None, self.error

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import IO, Any
 
+from tests.forked import Forked
 from tests.orchestrator.fake_nodes import soon
 from tests.orchestrator.run import TOKEN
 
@@ -30,14 +29,13 @@ def start_serve(
     log: IO[Any] | None = None,
     module: str = "splice",
     **environment: str,
-) -> subprocess.Popen[bytes]:
+) -> Forked:
     """One that resumes what is in `run_dir`. `module` is started in splice's place."""
-    return subprocess.Popen(
-        [sys.executable, "-m", module, "serve", str(run_file(run_dir)), "--resume", *options],
-        cwd=REPO,
-        env={**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "PYTHONPATH": str(REPO), **environment},
-        stdout=log,
-        stderr=log,
+    return Forked(
+        *("serve", run_file(run_dir), "--resume", *options),
+        module=module,
+        env={**os.environ, "SPLICE_RUN_TOKEN": TOKEN, **environment},
+        out=os.devnull if log is None else log.name,
     )
 
 

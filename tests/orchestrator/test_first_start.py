@@ -27,6 +27,7 @@ from orchestrator.publication.config import PublicationConfig
 from orchestrator.server import Orchestrator
 from splice.client.clients import LOOK_S, SpliceClient
 from splice.cluster import up
+from tests import forked
 from tests.orchestrator.run import TOKEN, Run
 from tests.orchestrator.serving import REPO, endpoint_in, run_file, start_serve
 
@@ -118,8 +119,7 @@ def test_without_a_route_it_is_loopback(monkeypatch):
 def test_the_endpoint_of_a_wildcard_is_one_that_others_reach(tmp_path):
     """And the resumed orchestrator binds the wildcard again, at the same port."""
     keys, run = tmp_path / "keys", tmp_path / "run"
-    argv = [sys.executable, "-m", "splice", "keys", str(keys)]
-    subprocess.run(argv, check=True, capture_output=True, timeout=60)
+    assert forked.run("keys", keys).returncode == 0
     options = ["--set", "orchestrator.endpoint=tcp://0.0.0.0:0"]
     options += ["--set", f"orchestrator.curve_dir={keys / 'orchestrator'}"]
     process = start_serve(run, *options)
@@ -233,15 +233,7 @@ def start_trainer(config: dict[str, object], folder: Path) -> subprocess.Complet
     """`splice trainer` against an orchestrator that is not there."""
     file = run_file(folder / "run", trainer=config)
     address = {"SPLICE_ENDPOINT": "tcp://127.0.0.1:9", "SPLICE_RUN_TOKEN": TOKEN}
-    environment = {**os.environ, **address, "PYTHONPATH": str(REPO)}
-    return subprocess.run(
-        [sys.executable, "-m", "splice", "trainer", str(file)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return forked.run("trainer", file, env={**os.environ, **address})
 
 
 def test_a_missing_model_is_said_before_the_orchestrator_is_looked_for(tmp_path):
@@ -273,9 +265,8 @@ def test_a_mistake_in_a_file_names_file_key_and_remedy(config, said, tmp_path):
 
 
 def test_a_mistake_in_an_option_is_one_sentence():
-    argv = [sys.executable, "-m", "splice", "smoke", "--set", "model=m"]
-    argv += ["--set", "trainer.parallel.tensor=2", "--set", "trainer.parallel.world_size=3"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    sizes = ("trainer.parallel.tensor=2", "trainer.parallel.world_size=3")
+    done = forked.run("smoke", "--set", "model=m", "--set", sizes[0], "--set", sizes[1])
     assert done.returncode == 2 and "world_size 3 is not a multiple of tensor 2" in done.stderr
     assert "pydantic" not in done.stderr
 
@@ -288,13 +279,10 @@ def test_the_smoke_run_takes_a_hub_id(tmp_path):
     (repo / "refs").mkdir()
     (repo / "refs/main").write_text("0" * 40)
     (snapshot / "config.json").write_text('{"vocab_size": 8, "num_attention_heads": 1}')
-    argv = [sys.executable, "-m", "splice", "smoke", "--model"]
     hub = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     said = {}
     for model in ("tiny/dense", "tiny/other"):
-        done = subprocess.run(
-            [*argv, model], env=hub, capture_output=True, text=True, timeout=120, check=False
-        )
+        done = forked.run("smoke", "--model", model, env=hub)
         assert done.returncode == 2, done.stderr
         said[model] = done.stderr
     assert f"{snapshot} has no *.safetensors" in said["tiny/dense"]

@@ -12,7 +12,6 @@ import math
 import os
 import random
 import resource
-import subprocess
 import threading
 import time
 import uuid
@@ -39,6 +38,7 @@ from orchestrator.protocol.frames import (
 )
 from orchestrator.protocol.messages import ANY_MESSAGE, AnyMessage, Hello, InitialSync
 from splice.client.clients import SpliceClient
+from tests.forked import Forked
 from tests.orchestrator.fake_nodes import FakeReplica, FakeTrainer
 from tests.orchestrator.raw import VERSION, raw_peer
 from tests.orchestrator.run import BUFFERS, JOB, TOKEN
@@ -343,7 +343,7 @@ class Bad(threading.Thread):
 
 @dataclasses.dataclass
 class Served:
-    process: subprocess.Popen[bytes]
+    process: Forked
     endpoint: str
 
     @property

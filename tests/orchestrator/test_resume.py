@@ -8,8 +8,6 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -32,10 +30,11 @@ from orchestrator.protocol.messages import (
 from orchestrator.publication.state import State, after_restart
 from orchestrator.storage.journal import Journal
 from splice.client.clients import SpliceClient
+from tests import forked
 from tests.orchestrator.fake_nodes import FakeLauncher, FakeReplica, FakeTrainer, soon
 from tests.orchestrator.raw import raw_peer
 from tests.orchestrator.run import BATCH, BUFFERS, JOB, TOKEN
-from tests.orchestrator.serving import REPO, run_file, start_serve
+from tests.orchestrator.serving import run_file, start_serve
 
 
 class Killed:
@@ -96,11 +95,12 @@ class Killed:
     def close(self) -> None:
         if self.process.poll() is None:
             self.client.stop_run()
+        self.client.__exit__()
         try:
             self.process.wait(10)
         finally:
             self.kill()
-            for end in (self.trainer.stop, self.replica.stop, self.client.__exit__, self.log.close):
+            for end in (self.trainer.stop, self.replica.stop, self.log.close):
                 end()
 
 
@@ -347,11 +347,7 @@ def test_killed_in_memory_mode_exit(killed):
 def test_a_run_is_not_resumed_unasked(killed):
     killed.client.run(InitialSync())
     killed.kill()
-    argv = [sys.executable, "-m", "splice", "serve", str(run_file(killed.dir))]
-    env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "PYTHONPATH": str(REPO)}
-    ran = subprocess.run(
-        argv, cwd=REPO, env=env, capture_output=True, text=True, timeout=30, check=False
-    )
+    ran = forked.run("serve", run_file(killed.dir), env={**os.environ, "SPLICE_RUN_TOKEN": TOKEN})
     assert (ran.returncode, "--resume" in ran.stderr) == (2, True)
     killed.start()
 

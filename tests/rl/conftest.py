@@ -72,8 +72,9 @@ def tiny_cluster(
 
 @pytest.fixture(scope="session")
 def cluster(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One for all; its disk is slow enough for `test_announced.py`."""
     run_dir = tmp_path_factory.mktemp("rl") / "run"
-    with tiny_cluster(models["qwen3"], run_dir) as running:
+    with tiny_cluster(models["qwen3"], run_dir, module="tests.rl.slow_disk") as running:
         yield running
 
 

@@ -12,7 +12,6 @@ from splice import LossSpec, OptimParams
 from splice.client.batches import Completion, grpo_batch
 from splice.rl import Loop, LoopConfig, SamplingConfig, decisions
 from splice.rl.checker import check
-from tests.rl.conftest import tiny_cluster
 from tests.rl.strict_run import ROWS, even
 from tests.rl.weights import digest
 from trainer_node.files.generations import new_folder
@@ -31,13 +30,6 @@ LOOP = {
 }
 
 
-@pytest.fixture(scope="module")
-def slow(models, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("slow")
-    with tiny_cluster(models["qwen3"], folder / "run", module="tests.rl.slow_disk") as cluster:
-        yield cluster
-
-
 def batch(seed: int):
     """Two groups of two answers."""
 
@@ -53,8 +45,8 @@ def job(made) -> TrainMerged:
 
 
 @pytest.mark.parametrize("announced", [2, 3], ids=["the next batch", "another one"])
-def test_an_announced_batch_changes_nothing_but_time(slow, tmp_path, announced):
-    client, one, two = slow.client, batch(1), batch(2)
+def test_an_announced_batch_changes_nothing_but_time(cluster, tmp_path, announced):
+    client, one, two = cluster.client, batch(1), batch(2)
     client.save_checkpoint(str(tmp_path / "start"))
     client.train_merged(one, LOSS, OPTIM)
     client.train_merged(two, LOSS, OPTIM)
@@ -74,9 +66,9 @@ def test_an_announced_batch_changes_nothing_but_time(slow, tmp_path, announced):
     assert second.version == first.version + 1
 
 
-def test_a_loop_announces_its_batches(slow, tmp_path):
+def test_a_loop_announces_its_batches(cluster, tmp_path):
     async def run() -> list:
-        async with Loop(slow.client, tmp_path / "loop", optim=OPTIM, **LOOP) as loop:
+        async with Loop(cluster.client, tmp_path / "loop", optim=OPTIM, **LOOP) as loop:
             return [step async for step in loop]
 
     steps = asyncio.run(run())
@@ -98,9 +90,9 @@ def rank_of(run_dir) -> psutil.Process:
     return found
 
 
-def test_a_trainer_that_dies_while_it_works_ahead_has_lost_time_alone(slow, tmp_path):
-    run_dir = slow.run.run_dir
-    steps_before = slow.client.status().version
+def test_a_trainer_that_dies_while_it_works_ahead_has_lost_time_alone(cluster, tmp_path):
+    run_dir = cluster.run.run_dir
+    steps_before = cluster.client.status().version
 
     async def kill_in_the_save_of(version: int) -> None:
         folder = new_folder(run_dir / "versions" / str(version))
@@ -111,7 +103,7 @@ def test_a_trainer_that_dies_while_it_works_ahead_has_lost_time_alone(slow, tmp_
 
     async def run() -> list:
         killing = asyncio.create_task(kill_in_the_save_of(steps_before + 3))
-        async with Loop(slow.client, tmp_path / "loop", optim=OPTIM, **LOOP) as loop:
+        async with Loop(cluster.client, tmp_path / "loop", optim=OPTIM, **LOOP) as loop:
             steps = [step async for step in loop]
         await killing
         return steps

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 from splice.client.run_file import load
 from splice.cluster.kubernetes import manifest
+from tests import forked
 from tests.splice.hosts_file import FILE
 
 JOBSET = {
@@ -67,10 +66,9 @@ def test_a_jobset_that_trains_ends_with_its_loop(tmp_path):
 def test_the_manifest_has_what_a_jobset_needs_and_no_token(tmp_path):
     text = FILE.replace("world_size = 4", "world_size = 2")
     (tmp_path / "run.toml").write_text(text)
-    argv = [sys.executable, "-m", "splice", "up", str(tmp_path / "run.toml"), "--on", "k8s"]
-    argv += ["--dry-run", "--trainer-image", "t:1", "--inference-image", "i:1", "--json"]
-    environment = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN}
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60)
+    argv = ["up", tmp_path / "run.toml", "--on", "k8s", "--dry-run", "--json"]
+    argv += ["--trainer-image", "t:1", "--inference-image", "i:1"]
+    done = forked.run(*argv, env={**os.environ, "SPLICE_RUN_TOKEN": TOKEN})
     assert done.returncode == 0, done.stderr
     written = Path(json.loads(done.stdout)["manifest"]).read_text()
     assert TOKEN not in written + done.stdout

@@ -22,6 +22,8 @@ from splice.client.run_file import RunFile, load
 from splice.cluster import Cluster, machine, up
 from splice.cluster.doctor import Gpu
 from splice.reference import markdown
+from tests import forked
+from tests.forked import Forked
 from tests.orchestrator.fake_nodes import soon
 from tests.orchestrator.run import TOKEN
 from tests.orchestrator.serving import REPO, endpoint_in
@@ -310,20 +312,14 @@ def test_logs_are_followed(tmp_path):
     (tmp_path / "endpoint").touch()
     for name in ("trainer", "inference-0", "inference-0.vllm"):
         (folder / f"{name}.log").write_text(f"{name} 1\n{name} 2\n")
-    argv = [sys.executable, "-m", "splice", "logs"]
-    own = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1"}
-    some = [*argv, "inference", "--run", str(tmp_path), "-n", "1"]
-    done = subprocess.run(some, env=own, capture_output=True, text=True, timeout=60, check=True)
+    done = forked.run("logs", "inference", "--run", tmp_path, "-n", "1")
     assert done.stdout == (
         "inference-0      | inference-0 2\ninference-0.vllm | inference-0.vllm 2\n"
     )
-    every = [*argv, str(tmp_path), "-n", "1"]
-    done = subprocess.run(every, env=own, capture_output=True, text=True, timeout=60, check=True)
+    done = forked.run("logs", tmp_path, "-n", "1")
     assert len(done.stdout.splitlines()) == 3, "a run in the place of a role: all roles"
-    following = [*argv, "trainer", "--run", str(tmp_path), "-n", "0", "-f"]
     out = tmp_path / "out"
-    with out.open("w") as output:
-        process = subprocess.Popen(following, env=own, stdout=output)
+    process = Forked("logs", "trainer", "--run", tmp_path, "-n", "0", "-f", out=out)
     try:
 
         def has_come() -> bool:
@@ -332,7 +328,7 @@ def test_logs_are_followed(tmp_path):
                 log.flush()
                 time.sleep(0.3)
                 log.write("f\n")
-            return "new\nhalf\n" in out.read_text()
+            return out.exists() and "new\nhalf\n" in out.read_text()
 
         assert soon(has_come, 60)
         assert "trainer 2" not in out.read_text()
@@ -340,8 +336,7 @@ def test_logs_are_followed(tmp_path):
         process.kill()
         process.wait(10)
     assert set(out.read_text().split("\n")) == {"new", "half", ""}
-    unknown = [*argv, "trainr", "--run", str(tmp_path)]
-    done = subprocess.run(unknown, env=own, capture_output=True, text=True, timeout=60, check=False)
+    done = forked.run("logs", "trainr", "--run", tmp_path)
     assert done.returncode == EXIT_CONFIG and "there are inference-0, trainer" in done.stderr
 
 
@@ -378,11 +373,9 @@ def test_up_prints_the_command_that_stops_this_run(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- roles on several hosts
 
 
-def splice(*arguments: object, **environment: str) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-m", "splice", *map(str, arguments)]
+def splice(*arguments: object, err: object = os.devnull, **environment: str) -> Forked:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("SPLICE_")}
-    own = inherited | {"PYTHONPATH": str(REPO), **environment}
-    return subprocess.Popen(argv, env=own, stderr=subprocess.PIPE, text=True)
+    return Forked(*arguments, env=inherited | environment, err=str(err))
 
 
 STUB = """#!/bin/sh
@@ -449,9 +442,8 @@ def test_two_variables_serve_a_host_without_the_folder(tmp_path):
     told = {"SPLICE_ENDPOINT": "tcp://head:401", "SPLICE_RUN_TOKEN": TOKEN}
     assert splice("inference", path, **told).wait(60) == 0
     assert out.read_text().split()[0] == TOKEN and "tcp://head:401" in out.read_text()
-    alone = splice("inference", path)
-    assert alone.wait(60) == EXIT_CONFIG
-    assert "start the orchestrator first" in alone.communicate()[1]
+    assert splice("inference", path, err=tmp_path / "err").wait(60) == EXIT_CONFIG
+    assert "start the orchestrator first" in (tmp_path / "err").read_text()
 
 
 def test_a_hub_id_and_the_name_of_a_command_are_no_paths(tmp_path):

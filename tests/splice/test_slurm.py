@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from orchestrator.protocol.topology import check_topology
 from splice.client.run_file import find_run, load, load_as
 from splice.cluster import keys, slurm
 from splice.train.sections import TrainFile
+from tests import forked
 from tests.splice.hosts_file import FILE
 
 STAND_IN = """#!/bin/bash
@@ -151,19 +151,18 @@ def test_the_job_ends_with_its_loop(code, ends_with, path, environment, tmp_path
 
 
 def test_a_dry_run_does_not_submit(path, environment, tmp_path):
-    argv = [sys.executable, "-m", "splice", "up", str(path), "--on", "slurm", "--json"]
-    options = {"env": environment, "capture_output": True, "text": True, "timeout": 60}
-    done = subprocess.run([*argv, "--dry-run"], **options)
+    argv = ["up", path, "--on", "slurm", "--json"]
+    done = forked.run(*argv, "--dry-run", env=environment)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["script"].endswith("my run/run/slurm.sh")
     assert not (tmp_path / "calls").exists()
-    done = subprocess.run(argv, **options)
+    done = forked.run(*argv, env=environment)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["submitted"] == "Submitted batch job 7"
     assert (tmp_path / "calls").read_text().startswith("sbatch ")
     assert (path.parent / "keys" / "inference-2" / "server.key").is_file(), "made before"
     shutil.rmtree(path.parent / "keys" / "inference-2")
-    done = subprocess.run([*argv, "--dry-run"], **options)
+    done = forked.run(*argv, "--dry-run", env=environment)
     assert done.returncode == 2 and "inference-2 has no key inference.inference-2" in done.stderr
 
 

@@ -7,8 +7,6 @@ import io
 import json
 import logging
 import re
-import subprocess
-import sys
 import time
 from typing import ClassVar
 
@@ -20,16 +18,15 @@ from orchestrator.protocol.messages import Hello, InitialSync
 from orchestrator.protocol.node_link import NodeLink
 from splice.rl import decisions
 from splice.watch import render
+from tests import forked
 from tests.orchestrator.fake_nodes import soon
 from tests.orchestrator.run import BUFFERS, JOB, TOKEN
-from tests.orchestrator.serving import REPO
 
 GIB = 2**30
 
 
 def watch(run, *options):
-    argv = [sys.executable, "-m", "splice", "watch", str(run.dir), "--once", *options]
-    done = subprocess.run(argv, cwd=REPO, capture_output=True, text=True, timeout=60)
+    done = forked.run("watch", run.dir, "--once", *options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -134,8 +131,7 @@ def test_the_loop_says_who_waits(run):
     log = decisions.DecisionLog(status.with_name(decisions.LOG))
     assert re.search(r"loop: \d+ s ago: trainer waits 40%", watch(run))
     assert json.loads(watch(run, "--json"))["loop"]["step"] == 3
-    argv = [sys.executable, "-m", "splice", "status", str(run.dir)]
-    done = subprocess.run(argv, cwd=REPO, capture_output=True, text=True, timeout=60, check=True)
+    done = forked.run("status", run.dir)
     assert "s ago: trainer waits 40%" in done.stdout
     log.close()
 

@@ -58,29 +58,29 @@ def test_a_part_on_top_of_the_version_before(kind: str, request: pytest.FixtureR
     assert (node.prompt_logprobs(f"tiny@{version}") - node.expected(node.base)).abs().max() < TAU
 
 
-def test_in_manifest_order_everything_is_reloaded(moe: Node) -> None:
+def test_in_manifest_order_everything_is_reloaded(dense: Node) -> None:
     """Whole and part: what replicas and trainers share that agree on no other layout."""
-    version = 0 if moe.version is None else moe.version + 1
-    served = moved(moe.base, 35)
-    indices = tuple(i for i, t in enumerate(moe.manifest.tensors) if is_norm_and_query(t.name))
-    moe.join()
-    answer = moe.prepare(
-        version, m.Manifest(tensors=moe.manifest.tensors, changed=indices), order="manifest"
+    version = 0 if dense.version is None else dense.version + 1
+    served = moved(dense.base, 35)
+    indices = tuple(i for i, t in enumerate(dense.manifest.tensors) if is_norm_and_query(t.name))
+    dense.join()
+    answer = dense.prepare(
+        version, m.Manifest(tensors=dense.manifest.tensors, changed=indices), order="manifest"
     )
     part = m.ManifestPart.model_validate(answer.result["changed"])
     for layout, count in (
-        (moe.layout, len(moe.manifest.tensors)),
+        (dense.layout, len(dense.manifest.tensors)),
         (part.layout, len(part.tensors)),
     ):
         assert layout is not None and {c.kind for c in layout.chunks} == {"reload"}
         assert [i for c in layout.chunks for i in c.tensors] == list(range(count))
         assert list(layout.why_not_live) == ["manifest order was asked for"]
-    assert moe.receive(version, served)[0].message.kind == "Completed"
-    assert moe.commit(version).kind == "Completed"
-    assert (moe.prompt_logprobs(f"tiny@{version}") - moe.expected(served)).abs().max() < TAU
-    served = with_part(served, moved(moe.base, 36), names_of(moe, part))
-    publish_part(moe, version + 1, part, served)
-    assert (moe.prompt_logprobs(f"tiny@{version + 1}") - moe.expected(served)).abs().max() < TAU
+    assert dense.receive(version, served)[0].message.kind == "Completed"
+    assert dense.commit(version).kind == "Completed"
+    assert (dense.prompt_logprobs(f"tiny@{version}") - dense.expected(served)).abs().max() < TAU
+    served = with_part(served, moved(dense.base, 36), names_of(dense, part))
+    publish_part(dense, version + 1, part, served)
+    assert (dense.prompt_logprobs(f"tiny@{version + 1}") - dense.expected(served)).abs().max() < TAU
 
 
 def test_a_node_without_the_base_refuses_and_serves_on(dense: Node) -> None:

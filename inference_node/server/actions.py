@@ -215,11 +215,8 @@ class Actions:
             raise ActionFailed(ErrorCode.NOT_READY, "this update was not planned here")
         tables = list(message.tables)
         await self._workers("splice_use_edges", tables, message.changed_only)
-        received = [
-            all_workers.pieces_of(update.manifest, tables[position]) for position in self._positions
-        ]
-        everything = range(len(update.manifest.tensors))
-        pieces = all_workers.Arrivals(update.manifest, everything, received)
+        received = [tables[position] for position in self._positions]
+        pieces = all_workers.Arrivals.of_pieces(update.manifest, received)
         update = dataclasses.replace(update, pieces=pieces)
         if message.changed_only:
             self._part = update

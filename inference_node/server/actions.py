@@ -203,9 +203,9 @@ class Actions:
         if message.order == "edges":
             kept = await self._workers("splice_keeps")
             self._positions = [int(a["position"]) for a in kept]
-            planned["keeps"] = [
-                a["keeps"] for a in sorted(kept, key=lambda answer: int(answer["position"]))
-            ]
+            if all(a["keeps"] is not None for a in kept):
+                by_position = sorted(kept, key=lambda answer: int(answer["position"]))
+                planned["keeps"] = [a["keeps"] for a in by_position]
         return planned
 
     async def _use_edges(self, message: UseEdges) -> Answer:

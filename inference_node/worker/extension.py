@@ -158,9 +158,12 @@ class SpliceWorkerExtension:
 
     @_answers(ErrorCode.PLAN_REFUSED)
     def splice_keeps(self) -> dict[str, Any]:
-        """What this worker keeps of the planned manifest (`edges.keeps_table`), and its number."""
+        """What this worker keeps of the planned manifest (`edges.keeps_table`; None: it has no
+        boxes), and its number."""
         engine = self._splice_engine
-        return {"keeps": edges.to_text(engine.plan.keeps()), "position": engine.position}
+        keeps = engine.plan.keeps()
+        text = None if keeps is None else edges.to_text(keeps)
+        return {"keeps": text, "position": engine.position}
 
     @_answers(ErrorCode.PLAN_REFUSED)
     def splice_use_edges(self, tables: list[str], changed_only: bool) -> dict[str, Any]:

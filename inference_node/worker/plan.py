@@ -54,8 +54,9 @@ class WorkerUpdate:
         """Bytes that this worker receives."""
         return self.manifest.nbytes if self.steps is None else sum(s.nbytes for s in self.steps)
 
-    def keeps(self) -> dict[int, list[Box]]:
-        """What this worker needs of each tensor: its regions, or all of a tensor to reload."""
+    def keeps(self) -> dict[int, list[Box]] | None:
+        """What this worker needs of each tensor: its regions, or all of a tensor to reload. None: a
+        region is no rows by columns."""
         by_name = self.plan.regions_by_name()
         reloaded = {i for c in self.chunks if c.kind == "reload" for i in c.tensors}
         found: dict[int, list[Box]] = {}
@@ -65,10 +66,10 @@ class WorkerUpdate:
             regions = by_name.get(spec.name, ())
             boxes = whole if index in reloaded else list[Box]()
             for region in regions if index not in reloaded else ():
-                boxes += (
-                    boxes_of(region.first_index, region.size, region.index_strides, spec.shape)
-                    or whole
-                )
+                kept = boxes_of(region.first_index, region.size, region.index_strides, spec.shape)
+                if kept is None:
+                    return None
+                boxes += kept
             boxes = list(dict.fromkeys(boxes))
             if overlap(boxes) is not None:
                 boxes = whole
@@ -247,10 +248,11 @@ class WorkerPlan:
             steps=steps,
         )
 
-    def keeps(self) -> edges.Table:
-        """What this worker keeps of the manifest whose layout is planned."""
+    def keeps(self) -> edges.Table | None:
+        """What this worker keeps of the manifest whose layout is planned. None: no boxes."""
         assert self._whole is not None
-        return edges.keeps_table(self._whole.keeps())
+        kept = self._whole.keeps()
+        return None if kept is None else edges.keeps_table(kept)
 
     def use_edges(self, table: edges.Table, *, changed_only: bool) -> None:
         """Receive an update from each trainer rank as the table says.
@@ -263,7 +265,7 @@ class WorkerPlan:
             raise ManifestError("this update was not planned here; send PrepareUpdate first")
         manifest = known.manifest
         steps = edges.steps_of_worker(table, manifest.tensors)
-        edges.check_coverage(steps, known.keeps(), lambda i: manifest.tensors[i].name)
+        edges.check_coverage(steps, known.keeps() or {}, lambda i: manifest.tensors[i].name)
         receiver = direct.DirectReceiver(
             chunks=known.chunks,
             manifest=manifest,

@@ -1,5 +1,5 @@
-"""`python -m splice`, forked from a process that has imported it: the imports take longer than most
-commands. The template starts with the first command and ends with the tests.
+"""`python -m splice` and other modules, forked from a process that has imported them: the imports
+take longer than most commands. The template starts with the first command and ends with the tests.
 """
 
 from __future__ import annotations
@@ -8,18 +8,21 @@ import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 TEMPLATE = multiprocessing.get_context("forkserver")
-TEMPLATE.set_forkserver_preload(["pytest.__main__", "splice.cli", __name__])
+TEMPLATE.set_forkserver_preload(
+    ["pytest.__main__", "splice.cli", "tests.weight_transfer.peer", __name__]
+)
 
 
 class Forked:
-    """What tests use of a `subprocess.Popen`. Both outputs are appended to `out`, `err` to another
-    file if it is given."""
+    """What tests use of a `subprocess.Popen`. Both outputs are appended to `out`; the errors go to
+    `err` if it is given, and `stdio` is the input and the output then."""
 
     def __init__(
         self,
@@ -28,10 +31,12 @@ class Forked:
         env: dict[str, str] | None = None,
         out: str | Path = os.devnull,
         err: str | Path | None = None,
+        stdio: socket.socket | None = None,
     ) -> None:
         self._process = TEMPLATE.Process(
             target=_run,
-            args=(module, list(map(str, argv)), dict(env or os.environ), os.getcwd(), out, err),
+            args=(module, list(map(str, argv)), dict(env or os.environ), os.getcwd()),
+            kwargs={"out": out, "err": err, "stdio": stdio},
         )
         self._process.start()
         self.pid = self._process.pid
@@ -74,14 +79,19 @@ def _run(
     argv: list[str],
     env: dict[str, str],
     folder: str,
+    *,
     out: str | Path,
     err: str | Path | None,
+    stdio: socket.socket | None,
 ) -> None:
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
     for path, fd in ((out, 1), (err or out, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
+    if stdio is not None:
+        os.dup2(stdio.fileno(), 1)
+        sys.stdin = stdio.makefile()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = [module, *argv]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -19,16 +19,22 @@ INFERENCE_PYTHON = Path(
 TRAINER_PYTHON = Path(sys.executable)
 
 
+class Models(dict):
+    """Arch -> tiny checkpoint, made by the repo's script when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __missing__(self, arch: str) -> Path:
+        self[arch] = self._folder / arch
+        argv = ["-m", "trainer_node.tools.make_checkpoint", "--arch", arch, "--out", self[arch]]
+        subprocess.run(python_command(sys.executable, *argv), check=True, timeout=120)
+        return self[arch]
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Arch -> tiny checkpoint, made by the repo's script."""
-    folder = tmp_path_factory.mktemp("models")
-    made = {}
-    for arch in ("qwen3", "qwen3_moe"):
-        made[arch] = folder / arch
-        argv = ["-m", "trainer_node.tools.make_checkpoint", "--arch", arch, "--out", made[arch]]
-        subprocess.run(python_command(sys.executable, *argv), check=True, timeout=120)
-    return made
+    return Models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(autouse=True)

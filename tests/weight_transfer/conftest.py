@@ -7,17 +7,16 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-PEER = Path(__file__).with_name("peer.py")
+from tests.forked import Forked
 
 
 class Peer:
@@ -36,23 +35,22 @@ class Peer:
             f"--{k.replace('_', '-')}={v}" if v is not True else f"--{k}"
             for k, v in options.items()
         ]
-        self.process = subprocess.Popen(
-            command or [sys.executable, str(PEER), role, *flags],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
-        assert self.process.stdin is not None
-        self.process.stdin.write(manifest_json + "\n")
-        self.process.stdin.flush()
+        self.stdin, theirs = socket.socketpair()
+        self.process: Forked | subprocess.Popen[bytes]
+        if command is None:
+            module = "tests.weight_transfer.peer"
+            self.process = Forked(role, *flags, module=module, err="/dev/stderr", stdio=theirs)
+        else:  # CUDA does not survive a fork
+            self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, env=env)
+        theirs.close()
+        self._said = self.stdin.makefile()
+        self.stdin.sendall(f"{manifest_json}\n".encode())
         self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        for line in self._said:
             self._events.put(json.loads(line))
         self._events.put(None)
 
@@ -83,9 +81,8 @@ class Peer:
             self.process.kill()
         self.process.wait(10)
         self._thread.join(5)
-        for pipe in (self.process.stdin, self.process.stdout):
-            with contextlib.suppress(OSError):
-                pipe.close()  # type: ignore[union-attr]
+        self._said.close()
+        self.stdin.close()
 
 
 @pytest.fixture

@@ -210,9 +210,7 @@ class NcclPeer(Peer):
         )
 
     def receive(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("receive\n")
-        self.process.stdin.flush()
+        self.stdin.sendall(b"receive\n")
 
 
 @pytest.fixture

@@ -253,6 +253,9 @@ def test_a_model_that_fails_is_refused_with_the_reason(
     with pytest.raises(ConfigError, match=r"Gemma2ForCausalLM.* softcap.*admission = \"skip\""):
         admission.require(tmp_path / "gemma2")
     assert not list(tmp_path.glob("splice/checks/*"))
+
+
+def test_a_model_that_cannot_be_checked_is_refused_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
     with pytest.raises(ConfigError, match=r"cannot be checked: /.*knows no model_type 'nonesuch'"):
         admission.require(tmp_path)

@@ -108,10 +108,9 @@ def model(run: RunFile, version: int, out: Path, *, device: str) -> None:
         file.flush()
         folder = run.run_dir / "versions" / str(version)
         argv = ["--config", file.name, "--version", str(folder), "--out", str(out.absolute())]
-        _in_trainer(
-            run, "-m", "trainer_node.tools.export_version", *argv, "--device", device,
-            what=f"version {version} cannot be exported",
-        )  # fmt: skip  # a command
+        module = "trainer_node.tools.export_version"
+        command = python_command(run.trainer.python, "-m", module, *argv, "--device", device)
+        _in_trainer(command, what=f"version {version} cannot be exported")
 
 
 def push(run: RunFile, folder: Path, repo: str, *, private: bool) -> str:
@@ -121,10 +120,10 @@ def push(run: RunFile, folder: Path, repo: str, *, private: bool) -> str:
         ConfigError: the Hub refuses; says why.
     """
     return _in_trainer(
-        run, "-c", _PUSH, str(folder), repo, str(private),
+        python_command(run.trainer.python, "-c", _PUSH, str(folder), repo, str(private)),
         what=f"{folder} is written, but could not be pushed to {repo}",
         remedy="; set HF_TOKEN to a token that may write there (`hf auth login`)",
-    )  # fmt: skip  # a command
+    )
 
 
 def _refuse(out: Path) -> None:
@@ -146,9 +145,9 @@ def _is_served(run: RunFile, version: int) -> bool:
     return status.version == version and not status.apart
 
 
-def _in_trainer(run: RunFile, *arguments: str, what: str, remedy: str = "") -> str:
+def _in_trainer(command: list[str], *, what: str, remedy: str = "") -> str:
     done = subprocess.run(
-        python_command(run.trainer.python, *arguments),
+        command,
         env=python_environment(os.environ),
         capture_output=True,
         text=True,

@@ -354,7 +354,7 @@ def test_a_bad_publication_setting_is_named(key: str, value: str) -> None:
     ("override", "says"),
     [
         ("trainer.parallel.tensor=x", "trainer.parallel.tensor"),
-        ("trainer.gpus=3", "trainer.gpus"),
+        ("trainer.gpus=x", "trainer.gpus"),
         ("inference.tensor_parallel=no", "inference.tensor_parallel"),
     ],
 )

@@ -20,6 +20,8 @@ BENCHMARKS = {
     "control": "round trips of an empty job: client, orchestrator, journal, node",
     "arrival": "a training job's way from the socket to its first micro-batch on the device",
     "wire": "bandwidth of the transfer group alone",
+    "edges": "the plan of which rank sends what to which worker: its time, and its busiest link",
+    "links": "the plan of edges over throttled links of network namespaces, against its arithmetic",
     "merge": "adapters merged into a MoE's experts, bytes per second",
     "export": "the trainer's merged tensors, against Megatron-Bridge's export",
     "logits": "memory and time of the language-model head",

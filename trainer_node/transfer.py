@@ -23,12 +23,16 @@ from trainer_node.ranks import gpu, objects
 from trainer_node.ranks.abort_signal import AbortSignal
 from trainer_node.ranks.lockstep import agree, send_error
 from weight_transfer.chunks import ChunkSender, SendReport
-from weight_transfer.edges import Step, Table
+from weight_transfer.edges import Step, Table, in_turn
 from weight_transfer.groups import GroupListener, TransferGroup, open_listener
 
 log = logging.getLogger("splice.trainer")
 Export: TypeAlias = WireExport | BridgeExport | Fp8Export
 """What fills the chunks of an update."""
+OTHERS_S = 5.0
+"""Seconds that the other ranks wait longer for workers than rank 0. Workers join rank 0 first, so
+its error names the one that is missing, and ends the others' joins. It is less than the
+orchestrator's `open_requests.DEADLINE_GRACE_S`."""
 NO_GROUP = "no transfer group is open; send OpenTransferGroup first"
 
 
@@ -93,7 +97,8 @@ class Transfer:
             SendFailed: another rank failed.
         """
         self.close()
-        deadline = time.monotonic() + message.deadline_s
+        rank, _ = _rank_and_world_size()
+        deadline = time.monotonic() + message.deadline_s + (OTHERS_S if rank else 0.0)
         joined: dict[str, TransferGroup] = {}
         try:
             with _agreed(group):
@@ -197,10 +202,11 @@ class Transfer:
         chunks = self.choose(
             changed_only=self._changed_only or (self._has_sent and True in self._chunks)
         )
-        if chunks is None or not self._groups:
+        if chunks is None:
             return
+        sends = chunks.steps is not None or _rank_and_world_size()[0] == 0
         try:
-            if chunks.steps is not None or _rank_and_world_size()[0] == 0:
+            if sends and self._groups:
                 self._sender_of(chunks)
             if isinstance(chunks.export, Fp8Export):
                 chunks.export.prepare()
@@ -260,7 +266,9 @@ class Transfer:
         with self._lock:
             if self._sender is None:
                 self._sender = ChunkSender(
-                    groups=self._groups,
+                    groups=self._groups
+                    if self._device.type == "cuda"
+                    else in_turn(self._groups, _rank_and_world_size()[0]),
                     manifest=chunks.manifest,
                     chunks=chunks.order,
                     fill=chunks.export.fill,

@@ -145,6 +145,8 @@ def _axes(
 ) -> tuple[tuple[int, list[Dim]], tuple[int, list[Dim]]] | None:
     """The region's first row and its dimensions along rows, and likewise of columns. None: a
     dimension is neither."""
+    if not width:
+        return None
     row, column = divmod(first_index, width)
     rows: list[Dim] = []
     columns: list[Dim] = []

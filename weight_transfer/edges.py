@@ -13,10 +13,12 @@ receive all the time. No buffer holds more than a step.
 from __future__ import annotations
 
 import base64
+import heapq
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +26,7 @@ import torch
 
 from orchestrator.errors import ManifestError
 from orchestrator.protocol.messages import DTYPE_BYTES, TensorSpec
-from weight_transfer.boxes import Box, matrix
+from weight_transfer.boxes import Box, matrix, overlap
 from weight_transfer.digest import PreparedDigest
 from weight_transfer.groups import TransferGroup
 from weight_transfer.layout import torch_dtype
@@ -34,6 +36,9 @@ STEP_BYTES = 256 * 2**20
 millisecond for one; at 128 MiB it was slower than NVLink."""
 PIECE_BYTES = 8 * 2**20
 """Larger pieces are cut into rows, so that streams can be cut into equal steps."""
+SHARED_BYTES = 64 * 2**20
+"""Ranks with equal copies share the sending of a tensor with more bytes, all its receivers
+counted."""
 PIECE_ALIGN = 16
 PARCEL_ALIGN = 512
 Table = npt.NDArray[np.int64]
@@ -63,6 +68,11 @@ Holders = Sequence[tuple[tuple[int, ...], Box]]
 """Boxes of one tensor, which share no element, and the ranks that hold each."""
 Keeps = Mapping[int, Sequence[Box]]
 """Index of a tensor -> what one worker keeps of it."""
+_Group = TypeVar("_Group")
+_Stream = tuple[int, tuple[int, ...]]
+"""A rank, and the workers that it sends the same pieces to."""
+_Shared = tuple[int, tuple[int, ...], int, Box]
+"""Which of a tensor's senders, the workers, bytes, and the box."""
 
 
 # ------------------------------------------------------------ the plan
@@ -88,49 +98,87 @@ def plan(
     Raises:
         ManifestError: no worker keeps an element; names the tensor.
     """
-    streams: dict[tuple[int, tuple[int, ...]], list[Piece]] = {}
-    owners = _owners(specs, holders, ranks)
+    streams: dict[_Stream, list[tuple[int, Piece]]] = {}
+    owners = _owners(specs, holders, keeps, ranks)
+    alike: dict[Any, list[_Shared]] = {}  # experts of all layers are cut in the same way
     for index in order:
-        wanted = _wanted(specs[index], index, keeps)
-        for rank, held in owners[index]:
-            for box, workers in wanted:
-                shared = held.within(box)
-                if shared is not None:
-                    stream = streams.setdefault((rank, workers), [])
-                    stream += _rows_of(index, shared, DTYPE_BYTES[specs[index].dtype])
-    return _in_steps(streams, specs, ranks, len(keeps), step_bytes or STEP_BYTES)
+        spec = specs[index]
+        held = tuple(box for _, box in owners[index])
+        kept = tuple(tuple(worker.get(index, ())) for worker in keeps)
+        pattern = (spec.shape, spec.dtype, held, kept)
+        if pattern not in alike:
+            alike[pattern] = list(_shared(spec, held, kept))
+        for nth, workers, nbytes, box in alike[pattern]:
+            stream = streams.setdefault((owners[index][nth][0], workers), [])
+            stream.append((nbytes, Piece(index, box)))
+    return _in_steps(streams, ranks, len(keeps), step_bytes or STEP_BYTES)
 
 
 def _owners(
-    specs: Sequence[TensorSpec], holders: Sequence[Holders], ranks: int
+    specs: Sequence[TensorSpec], holders: Sequence[Holders], keeps: Sequence[Keeps], ranks: int
 ) -> list[list[tuple[int, Box]]]:
-    """The one rank that sends each box: of copies, the rank with the fewest bytes so far."""
-    loads = [0] * ranks
-    for spec, boxes in zip(specs, holders, strict=True):
-        for held_by, box in boxes:
-            if len(held_by) == 1:
-                loads[held_by[0]] += box.numel * DTYPE_BYTES[spec.dtype]
-    owners = []
-    for spec, boxes in zip(specs, holders, strict=True):
-        of_tensor = []
-        for held_by, box in boxes:
-            rank = min(held_by, key=lambda r: (loads[r], r))
-            if len(held_by) > 1:
-                loads[rank] += box.numel * DTYPE_BYTES[spec.dtype]
-            of_tensor.append((rank, box))
-        owners.append(of_tensor)
+    """The one rank that sends each box: of copies, the rank with the fewest bytes to send so
+    far."""
+    copies = [
+        sum(box.numel for worker in keeps for box in worker.get(index, ())) / max(1, spec.numel)
+        for index, spec in enumerate(specs)
+    ]
+    loads = [0.0] * ranks
+    queues: dict[tuple[int, ...], list[tuple[float, int]]] = {}
+    owners: list[list[tuple[int, Box]]] = [[] for _ in specs]
+    for has_choice in (False, True):
+        for index, spec in enumerate(specs):
+            for held_by, box in holders[index]:
+                if (len(held_by) > 1) is not has_choice:
+                    continue
+                nbytes = box.numel * DTYPE_BYTES[spec.dtype] * copies[index]
+                parts = min(len(held_by), int(nbytes // SHARED_BYTES) + 1)
+                queue = queues.get(held_by)
+                if queue is None:
+                    queue = queues[held_by] = [(loads[r], r) for r in held_by]
+                    heapq.heapify(queue)
+                for part in _row_parts(box, parts):
+                    rank = _least(queue, loads)
+                    loads[rank] += nbytes * part.numel / box.numel
+                    owners[index].append((rank, part))
     return owners
 
 
-def _wanted(
-    spec: TensorSpec, index: int, keeps: Sequence[Keeps]
-) -> list[tuple[Box, tuple[int, ...]]]:
+def _least(queue: list[tuple[float, int]], loads: Sequence[float]) -> int:
+    """The rank of a heap with the least load. Loads only grow, so an old entry is put back."""
+    while loads[queue[0][1]] != queue[0][0]:
+        rank = queue[0][1]
+        heapq.heapreplace(queue, (loads[rank], rank))
+    return queue[0][1]
+
+
+def _row_parts(box: Box, parts: int) -> Iterator[Box]:
+    """The box in at most `parts` parts of its rows, of similar size."""
+    ends = sorted({box.rows * n // parts for n in range(parts + 1)})
+    for first, end in itertools.pairwise(ends):
+        yield Box(box.first_row + first, end - first, box.first_column, box.columns)
+
+
+def _shared(
+    spec: TensorSpec, held: Sequence[Box], kept: Sequence[Sequence[Box]]
+) -> Iterator[_Shared]:
+    """The pieces of a tensor of which senders hold these boxes and workers keep those."""
+    size = DTYPE_BYTES[spec.dtype]
+    wanted = _wanted(spec, kept)
+    for nth, box in enumerate(held):
+        for part, workers in wanted:
+            shared = box.within(part)
+            for piece in _rows_of(shared, size) if shared is not None else ():
+                yield nth, workers, piece.numel * size, piece
+
+
+def _wanted(spec: TensorSpec, keeps: Sequence[Sequence[Box]]) -> list[tuple[Box, tuple[int, ...]]]:
     """Boxes that share no element, and the workers that keep each whole."""
     wanted: dict[Box, list[int]] = {}
     for worker, kept in enumerate(keeps):
-        for box in kept.get(index, ()):
+        for box in kept:
             wanted.setdefault(box, []).append(worker)
-    if sum(box.numel for box in wanted) != spec.numel:
+    if overlap(wanted) is not None:
         wanted = _refined(wanted)
     missing = spec.numel - sum(box.numel for box in wanted)
     if missing:
@@ -152,33 +200,32 @@ def _refined(wanted: Mapping[Box, Sequence[int]]) -> dict[Box, list[int]]:
     return found
 
 
-def _rows_of(index: int, box: Box, size: int) -> Iterator[Piece]:
+def _rows_of(box: Box, size: int) -> Iterator[Box]:
     """The box in pieces of some rows."""
     rows = max(1, PIECE_BYTES // (box.columns * size))
     for first in range(0, box.rows, rows):
         count = min(rows, box.rows - first)
-        yield Piece(index, Box(box.first_row + first, count, box.first_column, box.columns))
+        yield Box(box.first_row + first, count, box.first_column, box.columns)
 
 
 def _in_steps(
-    streams: Mapping[tuple[int, tuple[int, ...]], Sequence[Piece]],
-    specs: Sequence[TensorSpec],
+    streams: Mapping[_Stream, Sequence[tuple[int, Piece]]],
     ranks: int,
     workers: int,
     step_bytes: int,
 ) -> Edges:
-    sizes = {key: [_nbytes(p, specs) for p in pieces] for key, pieces in streams.items()}
+    totals = {key: sum(nbytes for nbytes, _ in stream) for key, stream in streams.items()}
     sent, received = [0] * ranks, [0] * workers
-    for (rank, to), each in sizes.items():
-        sent[rank] += sum(each)
+    for (rank, to), total in totals.items():
+        sent[rank] += total
         for worker in to:
-            received[worker] += sum(each)
+            received[worker] += total
     steps = max(1, -(-max([*sent, *received]) // step_bytes))
     edges: Edges = [[[] for _ in range(ranks)] for _ in range(steps)]
-    for (rank, to), pieces in sorted(streams.items()):
-        total, begin = sum(sizes[rank, to]), 0
+    for (rank, to), stream in sorted(streams.items(), key=lambda item: item[0]):
+        total, begin = totals[rank, to], 0
         of_step: dict[int, list[Piece]] = {}
-        for piece, nbytes in zip(pieces, sizes[rank, to], strict=True):
+        for nbytes, piece in stream:
             of_step.setdefault((2 * begin + nbytes) * steps // (2 * total), []).append(piece)
             begin += nbytes
         for step, some in of_step.items():
@@ -307,6 +354,11 @@ def check_coverage(steps: Sequence[Step], keeps: Keeps, name_of: Callable[[int],
                 f"{name_of(index)}: this worker keeps {wanted} elements and would receive {shared} "
                 f"of them in {len(boxes)} pieces"
             )
+        if (twice := overlap(boxes)) is not None:
+            raise ManifestError(
+                f"{name_of(index)}: this worker would receive elements of {twice[0]} in {twice[1]} "
+                "again, and lack others"
+            )
 
 
 # ------------------------------------------------------------ on the wire
@@ -325,6 +377,14 @@ def receive_into(
         return group.broadcast(buffer_B, deadline_s=deadline_s)
     coming = [(m.peers[0], buffer_B[m.begin : m.end]) for m in messages]
     return group.receive(coming, deadline_s=deadline_s)
+
+
+def in_turn(groups: Mapping[str, _Group], rank: int) -> dict[str, _Group]:
+    """The replicas' groups in the order in which a rank serves them over TCP, where a call blocks:
+    each rank begins with another replica, so that all links are used."""
+    names = list(groups)
+    first = rank % len(names) if names else 0
+    return {name: groups[name] for name in names[first:] + names[:first]}
 
 
 def send_from(

@@ -2,8 +2,9 @@
 
 Rank 0 makes the unique id, and all ranks call ncclCommInitRank with it. Right after it every vLLM
 worker issues a one-element float32 all-reduce. Every sender must issue the same, or all ranks hang.
-With several senders, each then sends a byte to each worker, because the first message between two
-ranks connects them. Then uint8 buffers follow. The trainer does not import vLLM.
+With more than one sender or worker, each sender then sends a byte to each worker, because the first
+message between two ranks connects them, and that has no deadline. Then uint8 buffers follow. The
+trainer does not import vLLM.
 
 Hazards and their answers:
 - ncclCommInitRank blocks until all ranks call it, and nothing interrupts it. It runs in a daemon
@@ -148,7 +149,7 @@ class NcclSenderGroup(NcclGroup):
                 self._stream.cuda_stream,
             )
             self.synchronize(self._recorded(), deadline_s=deadline_s)
-            if self._senders > 1:
+            if self._senders + self._num_workers > 2:
                 byte_B = one.view(torch.uint8)[:1]
                 event = self._send_to_all(byte_B, deadline_s=deadline_s)
                 self.synchronize(event, deadline_s=deadline_s)

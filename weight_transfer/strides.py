@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 Pair = tuple[int, int]
@@ -106,10 +107,13 @@ def tile_of(columns: int, block: int) -> Pair:
 
 
 def block_table(rows_R: torch.Tensor, columns_R: torch.Tensor, tile: Pair) -> torch.Tensor:
-    """int32 [B, 2]: each block's box, and the index of its tile in that box."""
-    tiles_R = ((rows_R + tile[0] - 1) // tile[0]) * ((columns_R + tile[1] - 1) // tile[1])
-    boxes_B = torch.repeat_interleave(torch.arange(len(tiles_R)), tiles_R)
-    first_R = torch.cumsum(tiles_R, 0) - tiles_R
-    return torch.stack([boxes_B, torch.arange(len(boxes_B)) - first_R[boxes_B]], dim=1).to(
-        torch.int32
-    )
+    """int32 [B, 2]: each block's box, and the index of its tile in that box.
+
+    In numpy: with many threads torch takes milliseconds for a few hundred boxes.
+    """
+    rows, columns = rows_R.numpy(), columns_R.numpy()
+    tiles_R = (rows + tile[0] - 1) // tile[0] * ((columns + tile[1] - 1) // tile[1])
+    boxes_B = np.repeat(np.arange(len(tiles_R)), tiles_R)
+    first_R = np.cumsum(tiles_R) - tiles_R
+    table_B2 = np.stack([boxes_B, np.arange(len(boxes_B)) - first_R[boxes_B]], axis=1)
+    return torch.from_numpy(table_B2.astype(np.int32))

@@ -33,6 +33,7 @@ from orchestrator.protocol.messages import (
     ErrorCode,
     Fp8Group,
     JoinTransferGroup,
+    LayoutOrder,
     LeaveTransferGroup,
     Manifest,
     Message,
@@ -186,7 +187,7 @@ class Actions:
         all_workers.refuse_reload(manifest, reloaded, reasons)
         changed = await self._whole_layers(manifest.changed or (), len(answers))
         lay_out = functools.partial(
-            self._lay_out, manifest, findings, reasons, reloaded, is_own=message.order == "own"
+            self._lay_out, manifest, findings, reasons, reloaded, order=message.order
         )
         self._whole = await lay_out(None)
         planned: Answer = {
@@ -202,9 +203,9 @@ class Actions:
         if message.order == "edges":
             kept = await self._workers("splice_keeps")
             self._positions = [int(a["position"]) for a in kept]
-            planned["keeps"] = [
-                a["keeps"] for a in sorted(kept, key=lambda answer: int(answer["position"]))
-            ]
+            if all(a["keeps"] is not None for a in kept):
+                by_position = sorted(kept, key=lambda answer: int(answer["position"]))
+                planned["keeps"] = [a["keeps"] for a in by_position]
         return planned
 
     async def _use_edges(self, message: UseEdges) -> Answer:
@@ -214,11 +215,8 @@ class Actions:
             raise ActionFailed(ErrorCode.NOT_READY, "this update was not planned here")
         tables = list(message.tables)
         await self._workers("splice_use_edges", tables, message.changed_only)
-        received = [
-            all_workers.pieces_of(update.manifest, tables[position]) for position in self._positions
-        ]
-        everything = range(len(update.manifest.tensors))
-        pieces = all_workers.Arrivals(update.manifest, everything, received)
+        received = [tables[position] for position in self._positions]
+        pieces = all_workers.Arrivals.of_pieces(update.manifest, received)
         update = dataclasses.replace(update, pieces=pieces)
         if message.changed_only:
             self._part = update
@@ -254,10 +252,10 @@ class Actions:
         reloaded: Sequence[int],
         part: Sequence[int] | None,
         *,
-        is_own: bool,
+        order: LayoutOrder,
     ) -> PlannedUpdate:
         """Have every worker plan an update; all must plan the same."""
-        answers = await self._workers("splice_lay_out", reloaded, part, is_own)
+        answers = await self._workers("splice_lay_out", reloaded, part, order)
         rows = answers[0]["chunks"]
         if any(a["chunks"] != rows for a in answers):
             raise ActionFailed(

@@ -273,7 +273,7 @@ class DirectReceiver:
         staged, ring_bytes = [c for c in self._chunks if c.kind == "staged"], [0, 0]
         sizes = [c.nbytes for c in staged]
         is_steps = any(c.deliveries is not None for c in staged)
-        usual = max(sizes) if is_steps else chunk_plan.MAX_CHUNK_BYTES
+        usual = max(sizes, default=0) if is_steps else chunk_plan.MAX_CHUNK_BYTES
         for chunk, slot in zip(staged, ring_slots(sizes, usual=usual), strict=True):
             chunk.slot, ring_bytes[slot] = slot, max(ring_bytes[slot], chunk.nbytes)
         return ring_bytes

@@ -25,6 +25,7 @@ from orchestrator.protocol.messages import (
     ErrorCode,
     Fp8Weights,
     JoinTransferGroup,
+    LayoutOrder,
     Manifest,
     PrepareShadow,
     ReceiveWeights,
@@ -147,19 +148,22 @@ class SpliceWorkerExtension:
 
     @_answers(ErrorCode.PLAN_REFUSED)
     def splice_lay_out(
-        self, reload_indices: list[int], part: list[int] | None, is_own: bool
+        self, reload_indices: list[int], part: list[int] | None, order: LayoutOrder
     ) -> dict[str, Any]:
         """Plan updates of the planned manifest or of a part; `chunks` has [kind, indices] rows."""
         chunks = self._splice_engine.plan.lay_out(
-            reload_indices, None if part is None else tuple(part), is_own=is_own
+            reload_indices, None if part is None else tuple(part), order=order
         )
         return {"chunks": [[c.kind, list(c.tensors)] for c in chunks]}
 
     @_answers(ErrorCode.PLAN_REFUSED)
     def splice_keeps(self) -> dict[str, Any]:
-        """What this worker keeps of the planned manifest (`edges.keeps_table`), and its number."""
+        """What this worker keeps of the planned manifest (`edges.keeps_table`; None: it has no
+        boxes), and its number."""
         engine = self._splice_engine
-        return {"keeps": edges.to_text(engine.plan.keeps()), "position": engine.position}
+        keeps = engine.plan.keeps()
+        text = None if keeps is None else edges.to_text(keeps)
+        return {"keeps": text, "position": engine.position}
 
     @_answers(ErrorCode.PLAN_REFUSED)
     def splice_use_edges(self, tables: list[str], changed_only: bool) -> dict[str, Any]:

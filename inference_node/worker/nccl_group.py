@@ -2,8 +2,8 @@
 
 PyNcclCommunicator fetches its unique id from a process group. `_SharedId` stands in for one and
 already has the id from the control message, in vLLM 0.26 and 0.32 alike. The communicator issues
-its own one-element warm-up all-reduce; the trainer issues the same. With several senders, a byte
-from each follows, which connects the two.
+its own one-element warm-up all-reduce; the trainer issues the same. With more than one sender or
+worker, a byte from each sender follows, which connects the two.
 
 Hazards: ncclCommInitRank and the warm-up cannot be interrupted, so they run in a daemon thread with
 a deadline. A communicator that exists by then is aborted. NCCL kernels of a dead peer never end, so
@@ -174,7 +174,7 @@ def join_nccl(
         try:
             with torch.cuda.device(device):
                 PyNcclCommunicator.__init__(communicator, group, device=device)
-                if communicator.available and rendezvous.senders > 1:
+                if communicator.available and rendezvous.world_size > 2:
                     _connect(communicator, senders=rendezvous.senders)
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
             failure.append(without_frames(error))

@@ -25,6 +25,7 @@ from orchestrator.errors import ManifestError, TransferError
 from orchestrator.protocol.messages import (
     Fp8Group,
     Fp8Weights,
+    LayoutOrder,
     Manifest,
     WireChunk,
     fp8_manifest,
@@ -40,20 +41,22 @@ class WorkerUpdate:
 
     manifest: Manifest
     plan: placement.PlacementPlan
-    asked: tuple[tuple[int, ...] | None, frozenset[int], bool]
-    """Arguments of the layout: the part, what is reloaded of it, and whether it is `is_own`."""
+    asked: tuple[tuple[int, ...] | None, frozenset[int], LayoutOrder]
+    """Arguments of the layout: the part, what is reloaded of it, and the order."""
     chunks: tuple[WireChunk, ...]
     receiver: direct.DirectReceiver
     steps: list[edges.Step] | None = None
-    """What comes from each trainer rank. None: whole chunks by broadcast."""
+    """What comes from each trainer rank; empty until `use_edges`. None: whole chunks by
+    broadcast."""
 
     @property
     def nbytes(self) -> int:
         """Bytes that this worker receives."""
         return self.manifest.nbytes if self.steps is None else sum(s.nbytes for s in self.steps)
 
-    def keeps(self) -> dict[int, list[Box]]:
-        """What this worker needs of each tensor: its regions, or all of a tensor to reload."""
+    def keeps(self) -> dict[int, list[Box]] | None:
+        """What this worker needs of each tensor: its regions, or all of a tensor to reload. None: a
+        region is no rows by columns."""
         by_name = self.plan.regions_by_name()
         reloaded = {i for c in self.chunks if c.kind == "reload" for i in c.tensors}
         found: dict[int, list[Box]] = {}
@@ -63,10 +66,10 @@ class WorkerUpdate:
             regions = by_name.get(spec.name, ())
             boxes = whole if index in reloaded else list[Box]()
             for region in regions if index not in reloaded else ():
-                boxes += (
-                    boxes_of(region.first_index, region.size, region.index_strides, spec.shape)
-                    or whole
-                )
+                kept = boxes_of(region.first_index, region.size, region.index_strides, spec.shape)
+                if kept is None:
+                    return None
+                boxes += kept
             boxes = list(dict.fromkeys(boxes))
             if overlap(boxes) is not None:
                 boxes = whole
@@ -177,14 +180,15 @@ class WorkerPlan:
         return placement.whole_layers(plan, manifest, indices)
 
     def lay_out(
-        self, reload_indices: Sequence[int], part: tuple[int, ...] | None, *, is_own: bool
+        self, reload_indices: Sequence[int], part: tuple[int, ...] | None, *, order: LayoutOrder
     ) -> tuple[WireChunk, ...]:
         """Plan updates of the checked manifest, or of a part of it; returns how its tensors travel.
 
         Args:
             reload_indices: tensors of the whole manifest that some worker reloads, as whole layers.
             part: ascending indices of the tensors that the updates bring. None: all.
-            is_own: receive in place what this replica can, even if others cannot.
+            order: "own" receives in place what this replica can, even if others cannot; "edges"
+                waits for `use_edges`.
 
         Raises:
             ManifestError: a layer is incomplete, or an unplaceable tensor is not reloaded.
@@ -201,9 +205,8 @@ class WorkerPlan:
         everything = range(len(manifest.tensors)) if part is None else part
         reload_within = frozenset(n for n, i in enumerate(everything) if i in reloaded)
         known = self._whole if part is None else self._part
-        asked = (part, reload_within, is_own)
-        if known is None or known.asked != asked or known.steps is not None:
-            known = self._lay_out(part, reload_within, is_own=is_own)
+        if known is None or known.asked != (part, reload_within, order):
+            known = self._lay_out(part, reload_within, order)
         if part is None:
             self._whole = known
         else:
@@ -211,7 +214,7 @@ class WorkerPlan:
         return known.chunks
 
     def _lay_out(
-        self, part: tuple[int, ...] | None, reload_within: frozenset[int], *, is_own: bool
+        self, part: tuple[int, ...] | None, reload_within: frozenset[int], order: LayoutOrder
     ) -> WorkerUpdate:
         manifest, plan = self._checked_plan()
         everything = range(len(manifest.tensors)) if part is None else part
@@ -222,25 +225,34 @@ class WorkerPlan:
         is_single = self._vllm_config.parallel_config.world_size_across_dp == 1
         together = [tuple(numbers[i] for i in g) for g in self._together if g[0] in numbers]
         elsewhere = reload_within.union(*together)
-        runs = chunk_plan.whole_runs(plan, manifest, elsewhere) if is_single and is_own else ()
+        is_own = order == "own" and is_single
+        runs = chunk_plan.whole_runs(plan, manifest, elsewhere) if is_own else ()
         chunks = chunk_plan.plan_chunks(
             manifest, reload=reload_within, runs=runs, together=together
         )
+        steps: list[edges.Step] | None = [] if order == "edges" else None
         receiver = direct.DirectReceiver(
-            chunks=chunks, manifest=manifest, plan=plan, live=self._live, device=self._device
+            chunks=chunks,
+            manifest=manifest,
+            plan=plan,
+            live=self._live,
+            device=self._device,
+            steps=steps,
         )
         return WorkerUpdate(
             manifest=manifest,
             plan=plan,
-            asked=(part, reload_within, is_own),
+            asked=(part, reload_within, order),
             chunks=chunks,
             receiver=receiver,
+            steps=steps,
         )
 
-    def keeps(self) -> edges.Table:
-        """What this worker keeps of the manifest whose layout is planned."""
+    def keeps(self) -> edges.Table | None:
+        """What this worker keeps of the manifest whose layout is planned. None: no boxes."""
         assert self._whole is not None
-        return edges.keeps_table(self._whole.keeps())
+        kept = self._whole.keeps()
+        return None if kept is None else edges.keeps_table(kept)
 
     def use_edges(self, table: edges.Table, *, changed_only: bool) -> None:
         """Receive an update from each trainer rank as the table says.
@@ -253,7 +265,7 @@ class WorkerPlan:
             raise ManifestError("this update was not planned here; send PrepareUpdate first")
         manifest = known.manifest
         steps = edges.steps_of_worker(table, manifest.tensors)
-        edges.check_coverage(steps, known.keeps(), lambda i: manifest.tensors[i].name)
+        edges.check_coverage(steps, known.keeps() or {}, lambda i: manifest.tensors[i].name)
         receiver = direct.DirectReceiver(
             chunks=known.chunks,
             manifest=manifest,
@@ -285,8 +297,11 @@ class WorkerPlan:
             TransferError: the update was not planned.
         """
         self.update = self._part if changed_only else self._whole
-        if self.update is None:
-            raise TransferError("this update was not planned here; send PrepareUpdate first")
+        if self.update is None or self.update.steps == []:
+            raise TransferError(
+                "this update was not planned here; send PrepareUpdate, and UseEdges after the "
+                'order "edges"'
+            )
 
 
 def _names(manifest: Manifest, indices: Sequence[int]) -> str:

@@ -42,6 +42,7 @@ WITHOUT_PEER = {"control/empty-job-p99", "control/one-commit", "save/tiny/adapte
 SMALL = {
     "control": {"control/empty-job", "control/empty-job-p99", "control/one-commit"},
     "wire": {"wire/64KiB", "wire/1MiB", "wire/8MiB"},
+    "edges": {"tiny/ep2-tp2"},
     "merge": {
         "merge/30b-a3b-experts",
         "merge/30b-a3b-experts-loop",

@@ -189,8 +189,8 @@ class Engine:
             self.manifest, found["obstacles"], self.reloaded, within=everything
         )
 
-    def lay_out(self, reload: Sequence[int], *, is_own: bool = True) -> None:
-        self.chunks = self.call("splice_lay_out", list(reload), None, is_own)["chunks"]
+    def lay_out(self, reload: Sequence[int], *, order: str = "own") -> None:
+        self.chunks = self.call("splice_lay_out", list(reload), None, order)["chunks"]
 
     def join(self) -> None:
         listener = open_listener(
@@ -273,7 +273,7 @@ def kinds(name: str, folder: Path) -> tuple[set[str], set[str]]:
     engine = Engine(name, folder, checkpoint(name, folder))
     engine.plan()
     own = {kind for kind, _ in engine.chunks}
-    engine.lay_out(engine.reloaded, is_own=False)
+    engine.lay_out(engine.reloaded, order="shared")
     return own, {kind for kind, _ in engine.chunks}
 
 

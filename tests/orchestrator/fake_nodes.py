@@ -182,6 +182,7 @@ class FakeTrainer(FakeNode):
         self.manifest = MANIFEST
         self.part: tuple[int, ...] = ()
         self.layouts: list[WireLayout] = []
+        self.why_no_edges: str | None = None
         self.why_not: str | None = None
         """Why it cannot send in another order than the manifest's."""
         """What it was asked to send in."""
@@ -276,9 +277,10 @@ class FakeTrainer(FakeNode):
         self.part = message.part or ()
         self.layouts.append(message.layout)
         is_manifest_order = message.layout.model_dump() == whole_layout(len(self.part) or 3)
-        self.link.complete(
-            message.request_id, result={"why_not": None if is_manifest_order else self.why_not}
-        )
+        result: dict[str, Any] = {"why_not": None if is_manifest_order else self.why_not}
+        if message.keeps is not None:
+            result |= {"why_not": self.why_no_edges, "tables": [f"to {k}" for k in message.keeps]}
+        self.link.complete(message.request_id, result=result)
 
     def on_OpenTransferGroup(self, message) -> None:
         where = {
@@ -314,6 +316,10 @@ class FakeReplica(FakeNode):
         """Of the part; None: the manifest's order."""
         self.shared: dict[str, object] | None = None
         """The layout in order "shared". None: its own."""
+        self.keeps: list[str] | None = None
+        """What each worker keeps, in order "edges"."""
+        self.tables: list[tuple[bool, tuple[str, ...]]] = []
+        """What `UseEdges` brought."""
         self.orders: list[str] = []
         """That were asked for."""
         self.bases: list[int | None] = []
@@ -354,11 +360,19 @@ class FakeReplica(FakeNode):
         self.orders.append(message.order)
         own = self.layout, self.part_layout
         shared = own if self.shared is None else (self.shared, None)
-        orders = {"own": own, "shared": shared, "manifest": (whole_layout(3), None)}
+        in_order = whole_layout(3), None
+        orders = {"edges": shared, "own": own, "shared": shared, "manifest": in_order}
         (layout, part_layout), changed = orders[message.order], None
         if self.part is not None:
             changed = {"tensors": self.part, "layout": part_layout or whole_layout(len(self.part))}
-        self.link.complete(message.request_id, result={"layout": layout, "changed": changed})
+        result = {"layout": layout, "changed": changed}
+        if message.order == "edges":
+            result["keeps"] = self.keeps
+        self.link.complete(message.request_id, result=result)
+
+    def on_UseEdges(self, message) -> None:
+        self.tables.append((message.changed_only, message.tables))
+        self.link.complete(message.request_id)
 
     def on_PrepareShadow(self, message) -> None:
         why = self.why_not if self.served else "nothing is served"

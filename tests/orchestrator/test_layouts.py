@@ -33,14 +33,18 @@ def publish_twice(
     workers: int = 1,
     why_not: str | None = None,
     shared: WireLayout | None = None,
+    keeps: list[list[str]] | None = None,
+    why_no_edges: str | None = None,
 ):
     """@0 whole and @1 with what changes; (trainer, replicas).
 
     Args:
         shared: what every replica plans in order "shared". None: as in its own.
+        keeps: what each replica's workers keep.
+        why_no_edges: why the trainer cannot send it to them.
     """
     trainer = run.trainer()
-    trainer.why_not = why_not
+    trainer.why_not, trainer.why_no_edges = why_not, why_no_edges
     trainer.manifest = Manifest(tensors=MANIFEST.tensors, changed=(1,))
     replicas = [run.replica(trainer, index) for index in range(len(layouts))]
     for index, (replica, layout, part) in enumerate(zip(replicas, layouts, parts, strict=True)):
@@ -50,6 +54,7 @@ def publish_twice(
             part.model_dump(),
         )
         replica.shared = None if shared is None else shared.model_dump()
+        replica.keeps = None if keeps is None else keeps[index]
         replica.link.send(
             Ready(node_id=f"inference-{index}", detail={**replica.detail, "workers": workers})
         )
@@ -65,8 +70,42 @@ def test_two_replicas_of_one_shape_get_their_layout(tmp_path, layout, workers):
             run, layouts=(layout, layout), parts=(PART, PART), workers=workers
         )
         assert trainer.layouts == [layout, PART]
-        assert [r.orders for r in replicas] == [["own"], ["own"]]
+        assert [r.orders for r in replicas] == [["own"] if workers == 1 else ["edges", "own"]] * 2
+        assert all(r.tables == [] for r in replicas), "they said not what they keep"
         assert all(r.served[-1] == (1, [10, 21, 30]) for r in replicas)
+
+
+def test_workers_learn_what_each_rank_sends_them(tmp_path):
+    """Whole and part; all replicas get the trainer's tables."""
+    with Run(tmp_path, replicas=2) as run:
+        trainer, replicas = publish_twice(
+            run,
+            layouts=(STAGED, STAGED),
+            parts=(PART, PART),
+            workers=2,
+            keeps=[["left", "right"]] * 2,
+        )
+        assert trainer.layouts == [STAGED, PART]
+        tables = ("to left", "to right")
+        assert [r.tables for r in replicas] == [[(False, tables), (True, tables)]] * 2
+        assert [r.orders for r in replicas] == [["edges"], ["edges"]]
+
+
+@pytest.mark.parametrize("reason", ["the trainer cannot", "the replicas differ"])
+def test_without_edges_the_replicas_plan_again(tmp_path, reason):
+    with Run(tmp_path, replicas=2) as run:
+        differ = reason == "the replicas differ"
+        trainer, replicas = publish_twice(
+            run,
+            layouts=(STAGED, STAGED),
+            parts=(PART, PART),
+            workers=2,
+            keeps=[["left", "right"], ["right", "left"] if differ else ["left", "right"]],
+            why_no_edges=None if differ else "its weights are FP8",
+        )
+        assert [r.orders for r in replicas] == [["edges", "own"]] * 2
+        assert trainer.layouts[-2:] == [STAGED, PART]
+        assert all(r.tables == [] for r in replicas)
 
 
 @pytest.mark.parametrize(

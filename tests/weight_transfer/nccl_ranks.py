@@ -43,7 +43,7 @@ class Worker:
         one = torch.zeros(1, device="cuda")
         at = one.data_ptr()
         self._group.allReduce(at, at, 1, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, self._stream.cuda_stream)
-        if where.senders > 1:
+        if where.world_size > 2:
             bytes_S1 = torch.zeros((where.senders, 1), dtype=torch.uint8, device="cuda")
             self.receive(list(enumerate(bytes_S1)))
         torch.cuda.synchronize()

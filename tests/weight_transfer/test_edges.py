@@ -130,6 +130,15 @@ def test_a_worker_refuses_a_plan_that_is_not_its_own() -> None:
         edges.from_text("nonsense", columns=edges.TABLE_COLUMNS)
 
 
+def test_a_worker_refuses_an_element_that_comes_twice_in_place_of_another() -> None:
+    """As many elements as it keeps, all of them its own."""
+    specs = [TensorSpec(name="w", dtype="float32", shape=(8, 4))]
+    twice = [(0, 0, 0, 0, first, 2, 0, 4) for first in (0, 1)]
+    steps = edges.steps_of_worker(np.array([(1, 0, 0, 0, 0, 0, 0, 0), *twice], np.int64), specs)
+    with pytest.raises(ManifestError, match=r"^w: .* again, and lack others"):
+        edges.check_coverage(steps, {0: [Box(0, 4, 0, 4)]}, lambda i: specs[i].name)
+
+
 def test_an_element_that_no_worker_keeps_is_refused_by_name() -> None:
     specs = [TensorSpec(name="w", dtype="float32", shape=(8, 4))]
     with pytest.raises(ManifestError, match=r"^w: no worker keeps 16 of its 32 elements"):
@@ -154,6 +163,16 @@ def test_equal_copies_share_the_sending_and_steps_are_even() -> None:
     assert set(sizes.sum(1).tolist()) == {sizes.sum() // 4}
     assert sizes.min() > 0
     assert sizes.max() <= 2 * sizes.mean()
+
+
+def test_a_rank_whose_tensor_many_workers_keep_sends_less_of_the_rest() -> None:
+    specs = [TensorSpec(name=f"t{n}", dtype="bfloat16", shape=(64, 32)) for n in range(9)]
+    whole = Box(0, 64, 0, 32)
+    keeps = [{n: [whole] for n in (range(9) if w == 0 else [0])} for w in range(8)]
+    holders = [[((0,), whole)], *[[((0, 1), whole)]] * 8]
+    planned = edges.plan(specs, holders, keeps, order=range(9), ranks=2)
+    rest = {p.index for s in planned for parcel in s[1] for p in parcel.pieces}
+    assert rest == set(range(1, 9)), "rank 0 has the bytes of eight tensors to send already"
 
 
 @pytest.mark.parametrize("seed", range(200))

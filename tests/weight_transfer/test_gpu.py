@@ -343,9 +343,9 @@ def test_nccl_61_gb(nccl_pair: Callable[..., Any]) -> None:
 
 
 @pytest.mark.gpu2
-@pytest.mark.parametrize(("senders", "workers"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("senders", "workers"), [(1, 1), (1, 2), (2, 2)])
 def test_nccl_carries_messages_from_senders_to_workers(senders: int, workers: int) -> None:
-    """Two and two share both GPUs: NCCL takes each process for another host."""
+    """More than two share both GPUs: NCCL takes each process for another host."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     ranks = []

@@ -78,7 +78,7 @@ class Behind:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Begin no span of a file within the block."""
+        """Begin no copy and no span of a file within the block."""
         self._may_write.clear()
         try:
             yield
@@ -86,7 +86,7 @@ class Behind:
             self._may_write.set()
 
     def wait_turn(self) -> None:
-        """Wait while the save is held; called before each span."""
+        """Wait while the save is held; called before each copy and each span."""
         self._may_write.wait()
 
     def start(
@@ -118,6 +118,7 @@ class Behind:
                     copies = self._copies(moments, device, queued)
                 if copies is not None:
                     save.read.set()
+                self.wait_turn()  # Python of this thread would hold up a send
                 write(moments if copies is None else copies)
             except BaseException as error:  # noqa: BLE001  - `settle` tells of it
                 save.error = f"{type(error).__name__}: {error}"
@@ -147,6 +148,7 @@ class Behind:
         with torch.cuda.stream(stream):
             stream.wait_event(queued)
             for copy, tensor in zip(self._pinned, moments, strict=True):
+                self.wait_turn()
                 copy.copy_(tensor.detach(), non_blocking=True)
         stream.synchronize()
         return self._pinned

@@ -16,7 +16,7 @@ from inference_node.worker.direct import DirectReceiver
 from inference_node.worker.plan import WorkerUpdate
 from inference_node.worker.shadow import Shadow
 from orchestrator.errors import TransferError
-from tests.inference_node.two_workers import CPU, SHAPES, Replica
+from tests.inference_node.two_workers import CPU, Replica
 from weight_transfer import edges
 from weight_transfer.boxes import Box, matrix
 from weight_transfer.chunks import ChunkSender
@@ -41,7 +41,7 @@ class Planned:
             WorkerUpdate(
                 manifest=replica.manifest,
                 plan=plan,
-                asked=(None, frozenset(), False),
+                asked=(None, frozenset(), "edges"),
                 chunks=replica.chunks,
                 receiver=receiver,
             )
@@ -216,10 +216,8 @@ def test_tensors_to_reload_come_whole_from_several_ranks() -> None:
 def test_shadow_memory_holds_a_workers_own_pieces() -> None:
     planned = Planned(packed_layers=("qkv",))
     replica = planned.replica
-    pieces = all_workers.Arrivals(
-        replica.manifest,
-        range(len(SHAPES)),
-        [all_workers.pieces_of(replica.manifest, edges.to_text(t)) for t in planned.tables],
+    pieces = all_workers.Arrivals.of_pieces(
+        replica.manifest, [edges.to_text(table) for table in planned.tables]
     )
     assert pieces.is_everything
     watchdog = Watchdog(None)

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from benchmarks.harness import Case
-from orchestrator.protocol.messages import DTYPE_BYTES, Dtype, TensorSpec
+from orchestrator.protocol.messages import Dtype, TensorSpec
 from weight_transfer import edges
 from weight_transfer.boxes import Box, matrix
 
@@ -169,8 +169,8 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
             model.specs, model.holders, model.keeps, order=range(len(model.specs)), ranks=ranks
         )
         plan_s = time.monotonic() - began
-        sent, received = _bytes(made, model.specs, ranks=ranks, workers=plan.workers)
-        whole = sum(DTYPE_BYTES[s.dtype] * s.numel for s in model.specs)
+        sent, received = edges.bytes_of(made, model.specs, ranks=ranks, workers=plan.workers)
+        whole = sum(spec.nbytes for spec in model.specs)
         busiest = max(max(sent) * plan.replicas, max(received))
         name = f"{plan.shape}/{plan.name}"
         settings = {
@@ -194,18 +194,3 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
             peer_samples=(whole * plan.replicas / plan.link,),
             settings=settings,
         )
-
-
-def _bytes(
-    made: edges.Edges, specs: list[TensorSpec], *, ranks: int, workers: int
-) -> tuple[list[int], list[int]]:
-    """Bytes that each rank sends to one replica, and that each of its workers receives."""
-    sent, received = [0] * ranks, [0] * workers
-    for parcels in made:
-        for rank, mine in enumerate(parcels):
-            for parcel in mine:
-                nbytes = sum(p.box.numel * DTYPE_BYTES[specs[p.index].dtype] for p in parcel.pieces)
-                sent[rank] += nbytes * len(parcel.workers)
-                for worker in parcel.workers:
-                    received[worker] += nbytes
-    return sent, received

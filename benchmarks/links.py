@@ -71,7 +71,9 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
     for topology in TOPOLOGIES[:1] if small else TOPOLOGIES:
         tensors = 8 if small else 80
         specs, planned = _plan(topology, tensors)
-        sent, received = _bytes(planned, specs, topology)
+        sent, received = edges.bytes_of(
+            planned, specs, ranks=topology.ranks, workers=topology.workers
+        )
         busiest = max(max(sent) * topology.replicas, max(received))
         with _links(topology.ranks + topology.workers * topology.replicas, rate):
             seconds = _measure(topology, tensors, samples)
@@ -111,30 +113,6 @@ def _plan(topology: Topology, tensors: int) -> tuple[list[TensorSpec], edges.Edg
         step_bytes=STEP_BYTES,
     )
     return specs, planned
-
-
-def _bytes(
-    planned: edges.Edges, specs: Sequence[TensorSpec], topology: Topology
-) -> tuple[list[int], list[int]]:
-    """Bytes that each rank sends to one replica, and that each of its workers receives."""
-    ranks = range(topology.ranks)
-    sent = [
-        sum(
-            (d.end - d.begin) * len(d.peers)
-            for step in edges.steps_of_rank(planned, rank, specs)
-            for d in step.deliveries
-        )
-        for rank in ranks
-    ]
-    received = [
-        sum(
-            d.end - d.begin
-            for step in edges.steps_of_worker(edges.table_of(planned, worker), specs)
-            for d in step.deliveries
-        )
-        for worker in range(topology.workers)
-    ]
-    return sent, received
 
 
 # ------------------------------------------------------------ links

@@ -237,6 +237,21 @@ def _nbytes(piece: Piece, specs: Sequence[TensorSpec]) -> int:
     return piece.box.numel * DTYPE_BYTES[specs[piece.index].dtype]
 
 
+def bytes_of(
+    edges: Edges, specs: Sequence[TensorSpec], *, ranks: int, workers: int
+) -> tuple[list[int], list[int]]:
+    """Bytes that each rank sends to one replica, and that each of its workers receives."""
+    sent, received = [0] * ranks, [0] * workers
+    for parcels in edges:
+        for rank, mine in enumerate(parcels):
+            for parcel in mine:
+                nbytes = sum(_nbytes(piece, specs) for piece in parcel.pieces)
+                sent[rank] += nbytes * len(parcel.workers)
+                for worker in parcel.workers:
+                    received[worker] += nbytes
+    return sent, received
+
+
 # ------------------------------------------------------------ in memory
 
 

@@ -36,7 +36,14 @@ from trainer_node.adapters.linears import stack_of
 from trainer_node.adapters.lora import ExpertAdapter
 from trainer_node.adapters.merge import plan_merge
 from trainer_node.adapters.rounding import Corner
-from trainer_node.export.gather_plan import ChunkPlan, Held, assign, holders, lay_out
+from trainer_node.export.gather_plan import (
+    ChunkPlan,
+    Held,
+    PartitionError,
+    assign,
+    holders,
+    lay_out,
+)
 from trainer_node.export.gathering import Exchange
 from trainer_node.export.merger import Merger
 from trainer_node.export.probe import HfTensor, Probed, probe
@@ -50,6 +57,8 @@ from weight_transfer import edges
 from weight_transfer.boxes import Box, matrix
 from weight_transfer.layout import torch_dtype
 
+MOST_SENT = 1.2
+"""Most that a rank may send to one replica by edges, in models."""
 STREAMED_BYTES = 1 << 28
 """Bytes of a rank's parameters that Bridge may convert before each send."""
 
@@ -201,6 +210,12 @@ class WireExport:
             planned = edges.plan(
                 specs, holders(holdings, specs), keeps, order=indices, ranks=len(everyones)
             )
+            sent, _ = edges.bytes_of(planned, specs, ranks=len(everyones), workers=len(keeps))
+            if max(sent) > MOST_SENT * manifest.nbytes:
+                raise PartitionError(
+                    f"a rank would send {max(sent):,} bytes to a replica, because its workers keep "
+                    "the same; one broadcast is faster"
+                )
             self.steps = edges.steps_of_rank(planned, rank, specs)
             self.tables = [edges.table_of(planned, worker) for worker in range(len(keeps))]
             self._nbytes = [step.nbytes for step in self.steps]

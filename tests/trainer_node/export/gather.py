@@ -25,6 +25,7 @@ from orchestrator.protocol.messages import Manifest
 from tests.trainer_node.export.wire_orders import shuffled_order, vllm_order
 from tests.trainer_node.worker import make_trainer, random_adapters
 from trainer_node.export import wire_export
+from trainer_node.export.gather_plan import PartitionError
 from trainer_node.export.merged import Exporter
 from trainer_node.export.wire_export import WireExport, supports
 from trainer_node.model.model import Model
@@ -146,6 +147,10 @@ def check_edges(
         patch.setattr(edges, "PIECE_BYTES", 900)
         patch.setattr(edges, "STEP_BYTES", 20_000)
         export = WireExport(model, manifest, order, keeps=keeps)
+    sizes = [matrix(spec.shape) for spec in specs]
+    whole = {n: [Box(0, height, 0, width)] for n, (height, width) in enumerate(sizes)}
+    with pytest.raises(PartitionError, match="one broadcast is faster"):
+        WireExport(model, manifest, order, keeps=[whole] * (2 * dist.get_world_size()))
     expected = {n: t.clone().contiguous().cpu() for n, t in exporter.merged_tensors()}
     assert export.steps is not None and len(export.steps) > 2
     export.start(limit=time.monotonic() + LIMIT_S)

@@ -75,26 +75,46 @@ def _written(moments: list[torch.Tensor]) -> tuple[bool, str]:
 def test_nothing_is_written_while_weights_are_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies and hashes beside a send take milliseconds of the pause."""
+    """Copies, plans and hashes beside a send take milliseconds of the pause."""
     behind, file, begun = Behind(), tmp_path / "state", threading.Event()
 
     def write(copies: Sequence[torch.Tensor]) -> None:
+        begun.set()
         extents = [Extent(offset=0, nbytes=400, source=lambda: copies[0])]
         with bulk_writer(torch.device("cpu"), wait_turn=behind.wait_turn) as writer:
-            writing = writer.start(file, extents)
-            begun.set()
-            writing.wait()
+            writer.start(file, extents).wait()
 
     def send(_: Publication, request: Any) -> Outcome:
         behind.start(file, [torch.ones(100)], write)
-        assert begun.wait(30) and not behind.wait(timeout_s=0.3)
-        assert not any(file.read_bytes())
+        assert not begun.wait(0.3), "its files are planned meanwhile"
         return Outcome()
 
     monkeypatch.setattr(Publication, "_send", send)
     publication = object.__new__(Publication)
     publication._trainer = SimpleNamespace(behind=behind)  # type: ignore[assignment]
     publication.send(None)  # type: ignore[arg-type]
+    assert behind.settle() == ""
+    assert file.read_bytes() == torch.ones(100).numpy().tobytes()
+
+
+def test_no_span_is_written_while_weights_are_sent(tmp_path: Path) -> None:
+    """A save that had begun before the send."""
+    behind, file = Behind(), tmp_path / "state"
+    begun, is_held = threading.Event(), threading.Event()
+
+    def write(copies: Sequence[torch.Tensor]) -> None:
+        begun.set()
+        assert is_held.wait(30)
+        extents = [Extent(offset=0, nbytes=400, source=lambda: copies[0])]
+        with bulk_writer(torch.device("cpu"), wait_turn=behind.wait_turn) as writer:
+            writer.start(file, extents).wait()
+
+    behind.start(file, [torch.ones(100)], write)
+    assert begun.wait(30)
+    with behind.held():
+        is_held.set()
+        assert not behind.wait(timeout_s=0.3)
+        assert not any(file.read_bytes())
     assert behind.settle() == ""
     assert file.read_bytes() == torch.ones(100).numpy().tobytes()
 

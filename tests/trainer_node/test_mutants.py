@@ -193,7 +193,7 @@ MUTANTS = [
            "keeps_all=True", "keeps_all=False"),
     Mutant("a loaded version is merged as the config says", "tests/trainer_node/adapters/test_small_update.py::test_a_small_update_is_in_the_forward_pass[moe]",
            "trainer_node/state/loading.py", "load",
-           "    model.adapters.rounding = _rounding(trainer, meta)\n", ""),
+           "        model.adapters.rounding = rounding_of(trainer, meta)\n", ""),
     Mutant("pieces of other ranks have thresholds of their own", f"{GATHER}::test_bytes_equal_the_export[moe-tp2ep2]",
            "trainer_node/export/wire_export.py", "LocalTensor.members",
            "corner=Corner(self.name, here.first_row, here.first_column)", "corner=Corner(self.name)"),

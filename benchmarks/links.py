@@ -128,7 +128,7 @@ def _address(n: int) -> str:
 
 @contextlib.contextmanager
 def _links(count: int, rate: float) -> Iterator[None]:
-    """Namespaces on one bridge, each behind a link with this rate in both directions."""
+    """Namespaces on one bridge, each with a link of this rate in both directions."""
     throttle = f"root tbf rate {int(8 * rate)}bit burst 128kb latency 100ms"
     try:
         _do(f"ip link add {BRIDGE} type bridge", f"ip link set {BRIDGE} up")

@@ -1,7 +1,8 @@
 """Plans which trainer rank sends which elements to which worker, and in which step. Pure.
 
     what each rank holds, what each worker keeps -> `plan` -> steps of parcels
-    `table_of(edges, worker)` -> the part that one worker must know -> `arrivals_of`
+    `steps_of_rank(edges, rank)`: what a rank sends
+    `table_of(edges, worker)`: what a worker must know -> `steps_of_worker`: what it receives
 
 Each element of each tensor is in one parcel, of one rank. All workers that keep it receive that
 parcel, and no other worker does. Of ranks with equal copies, the one with the fewest bytes sends.

@@ -231,20 +231,28 @@ class WorkerPlan:
             manifest, reload=reload_within, runs=runs, together=together
         )
         steps: list[edges.Step] | None = [] if order == "edges" else None
-        receiver = direct.DirectReceiver(
-            chunks=chunks,
-            manifest=manifest,
-            plan=plan,
-            live=self._live,
-            device=self._device,
-            steps=steps,
-        )
         return WorkerUpdate(
             manifest=manifest,
             plan=plan,
             asked=(part, reload_within, order),
             chunks=chunks,
-            receiver=receiver,
+            receiver=self._receiver(chunks, manifest, plan, steps),
+            steps=steps,
+        )
+
+    def _receiver(
+        self,
+        chunks: Sequence[WireChunk],
+        manifest: Manifest,
+        plan: placement.PlacementPlan,
+        steps: Sequence[edges.Step] | None,
+    ) -> direct.DirectReceiver:
+        return direct.DirectReceiver(
+            chunks=chunks,
+            manifest=manifest,
+            plan=plan,
+            live=self._live,
+            device=self._device,
             steps=steps,
         )
 
@@ -266,14 +274,7 @@ class WorkerPlan:
         manifest = known.manifest
         steps = edges.steps_of_worker(table, manifest.tensors)
         edges.check_coverage(steps, known.keeps() or {}, lambda i: manifest.tensors[i].name)
-        receiver = direct.DirectReceiver(
-            chunks=known.chunks,
-            manifest=manifest,
-            plan=known.plan,
-            live=self._live,
-            device=self._device,
-            steps=steps,
-        )
+        receiver = self._receiver(known.chunks, manifest, known.plan, steps)
         known = dataclasses.replace(known, receiver=receiver, steps=steps)
         if changed_only:
             self._part = known

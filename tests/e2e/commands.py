@@ -24,6 +24,19 @@ def splice(*arguments: object, code: int = 0) -> str:
     return done.stdout if code == 0 else done.stderr
 
 
+def splice_killed_at(said: str, *arguments: object) -> list[str]:
+    """The lines of a `splice` that dies by SIGKILL when a line begins so."""
+    argv = python_command(sys.executable, "-m", "splice", *map(str, arguments))
+    lines = []
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith(said):
+                process.kill()
+    return lines
+
+
 def processes_of(folder: Path) -> list[psutil.Process]:
     """Every process with the folder in its command line."""
     return [

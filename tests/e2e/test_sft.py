@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from orchestrator.processes.python import python_command
 from splice.rl import decisions
 from splice.rl.checker import check
-from tests.e2e.commands import processes_of, splice
+from tests.e2e.commands import processes_of, splice, splice_killed_at
 from tests.e2e.conftest import INFERENCE_PYTHON
 
 pytestmark = pytest.mark.timeout(1800)
@@ -46,14 +43,7 @@ def test_given_answers_are_learnt(models, tmp_path):
     (folder / "rewards.py").write_text("def has_answer(row, completion): return 0.5")
 
     try:
-        argv = python_command(sys.executable, "-m", "splice", "sft", file)
-        with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as first:
-            assert first.stdout is not None
-            lines = []
-            for line in first.stdout:
-                lines.append(line)
-                if line.startswith("step 2 of 4"):
-                    first.kill()
+        lines = splice_killed_at("step 2 of 4", "sft", file)
         said = "".join(lines) + splice("sft", file)
     finally:
         splice("stop", folder)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from orchestrator.processes.python import python_command
 from splice.rl import evaluations
-from tests.e2e.commands import processes_of, splice
+from tests.e2e.commands import processes_of, splice, splice_killed_at
 from tests.e2e.conftest import INFERENCE_PYTHON
 
 pytestmark = pytest.mark.timeout(1800)
@@ -62,14 +59,7 @@ def test_one_command_from_a_file_to_an_adapter(models, tmp_path):
     assert not (folder / "run").exists(), "nothing has started"
 
     try:
-        argv = python_command(sys.executable, "-m", "splice", "train", file)
-        with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as first:
-            assert first.stdout is not None
-            lines = []
-            for line in first.stdout:
-                lines.append(line)
-                if line.startswith("step 2 of 4"):
-                    first.kill()
+        lines = splice_killed_at("step 2 of 4", "train", file)
         assert any(line.startswith("evaluation after step 0: eval_reward") for line in lines)
         assert any("eval_best_of_2" in line and "eval_pass_at_2" in line for line in lines)
 

@@ -203,7 +203,7 @@ class WireExport:
         self.steps: list[edges.Step] | None = None
         """What this rank sends to each worker. None: rank 0 sends whole chunks."""
         self.tables: list[edges.Table] = []
-        """What each worker receives."""
+        """What each worker receives; on rank 0, which answers."""
         plans: list[ChunkPlan] = []
         if keeps is not None:
             indices = [i for chunk in order for i in chunk]
@@ -217,7 +217,8 @@ class WireExport:
                     "the same; one broadcast is faster"
                 )
             self.steps = edges.steps_of_rank(planned, rank, specs)
-            self.tables = [edges.table_of(planned, worker) for worker in range(len(keeps))]
+            if rank == 0:
+                self.tables = [edges.table_of(planned, worker) for worker in range(len(keeps))]
             self._nbytes = [step.nbytes for step in self.steps]
             mine = [_step_members(step, specs, mine_by_name, adapter_of) for step in self.steps]
         else:

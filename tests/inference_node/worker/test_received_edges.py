@@ -3,7 +3,7 @@ in place, through a reload and in shadow memory."""
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -152,6 +152,26 @@ def send_all(planned: Planned, ends: Ends, *, dies_at: int = -1) -> list[Any]:
     ]
 
 
+def receive_all(
+    planned: Planned,
+    ends: Ends,
+    *,
+    loads: Sequence[Callable[[Any], object]] = (lambda t: None,) * WORKERS,
+    written: Sequence[list[int]] = (),
+) -> list[Any]:
+    """Futures of both workers' receives."""
+    return [
+        ends.pool.submit(
+            planned.replica.receivers[w].receive,
+            group=ends.workers[w],
+            deadline_s=20.0,
+            load=loads[w],
+            on_written=written[w].append if written else lambda n: None,
+        )
+        for w in range(WORKERS)
+    ]
+
+
 def added_up(sends: list[Any]) -> list[int]:
     """The ranks' digests together."""
     total = sum(send.result(40.0).digests_N for send in sends)
@@ -169,16 +189,12 @@ def test_each_worker_receives_what_it_keeps_and_digests_add_up() -> None:
     written: list[list[int]] = [[], []]
     with Ends() as ends:
         sends = send_all(planned, ends)
-        receives = [
-            ends.pool.submit(
-                replica.receivers[w].receive,
-                group=ends.workers[w],
-                deadline_s=20.0,
-                load=lambda t: pytest.fail("nothing is reloaded"),
-                on_written=written[w].append,
-            )
-            for w in range(WORKERS)
-        ]
+        receives = receive_all(
+            planned,
+            ends,
+            loads=[lambda t: pytest.fail("nothing is reloaded")] * WORKERS,
+            written=written,
+        )
         for receive in receives:
             receive.result(40.0)
         sent = added_up(sends)
@@ -195,16 +211,7 @@ def test_tensors_to_reload_come_whole_from_several_ranks() -> None:
     loaded: list[dict[str, torch.Tensor]] = [{}, {}]
     with Ends() as ends:
         sends = send_all(planned, ends)
-        receives = [
-            ends.pool.submit(
-                replica.receivers[w].receive,
-                group=ends.workers[w],
-                deadline_s=20.0,
-                load=loaded[w].update,
-                on_written=lambda n: None,
-            )
-            for w in range(WORKERS)
-        ]
+        receives = receive_all(planned, ends, loads=[each.update for each in loaded])
         for receive in receives:
             receive.result(40.0)
         assert added_up(sends) == replica.wanted()
@@ -267,18 +274,8 @@ def test_a_rank_that_dies_ends_it_on_all_ends(dies_at: int) -> None:
     replica = planned.replica
     written: list[list[int]] = [[], []]
     with Ends() as ends:
-        ended = threading.Event()
         sends = send_all(planned, ends, dies_at=dies_at)
-        receives = [
-            ends.pool.submit(
-                replica.receivers[w].receive,
-                group=ends.workers[w],
-                deadline_s=20.0,
-                load=lambda t: None,
-                on_written=written[w].append,
-            )
-            for w in range(WORKERS)
-        ]
+        receives = receive_all(planned, ends, written=written)
         with pytest.raises(TransferError, match="the rank died"):
             sends[1].result(10.0)
         for receive in receives:
@@ -288,7 +285,6 @@ def test_a_rank_that_dies_ends_it_on_all_ends(dies_at: int) -> None:
             group.close()
         with pytest.raises(TransferError):
             sends[0].result(10.0)
-        ended.set()
     if dies_at == 0:
         assert written == [[], []]
         for worker in replica.workers:

@@ -75,7 +75,7 @@ def _written(moments: list[torch.Tensor]) -> tuple[bool, str]:
 def test_nothing_is_written_while_weights_are_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies, plans and hashes beside a send take milliseconds of the pause."""
+    """Copies, plans and hashes next to a send take milliseconds of the pause."""
     behind, file, begun = Behind(), tmp_path / "state", threading.Event()
 
     def write(copies: Sequence[torch.Tensor]) -> None:

@@ -104,7 +104,8 @@ def plan(
     base_of: list[int | None] = [None] * len(chosen)
     for n, base in enumerate(own):
         base_of[number[places[base][0]]] = n
-    found, first_slot, of_kind, total = dict[int, Weight](), dict[int, int](), {}, 0
+    found, first_slot, total = dict[int, Weight](), dict[int, int](), 0
+    of_kind: dict[str, list[tuple[int, int]]] = {}
     for group in weights.groups:
         if not any(places[b][0] in number for b in group.tensors):
             continue

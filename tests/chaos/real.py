@@ -55,6 +55,8 @@ SAME_NATS = 1e-4
 rate.
 """
 JOB_S = 300.0
+BACK_S = 300.0
+"""Seconds in which all replicas serve the newest version again. vLLM may have to start."""
 LOSSES = {
     "cross_entropy": 10,
     "ends_the_process": 1,
@@ -83,6 +85,14 @@ class Asking(threading.Thread):
     def __init__(self, url: str, notes: History) -> None:
         super().__init__(daemon=True)
         self.url, self.notes, self.stop, self.count = url, notes, threading.Event(), 0
+        self.last: str | None = None
+        """The name in the latest answer's header."""
+
+    def sees(self, version: int | None, *, until_s: float) -> bool:
+        """Whether an answer names this version before `time.monotonic()` is `until_s`."""
+        while self.last != str(version) and time.monotonic() < until_s:
+            time.sleep(0.1)
+        return self.last == str(version)
 
     def run(self) -> None:
         body = {
@@ -100,9 +110,8 @@ class Asking(threading.Thread):
                 if answer.status_code == 200:
                     rows = answer.json()["choices"][0]["prompt_logprobs"][1:]
                     said = [next(iter(row.values()))["logprob"] for row in rows]
-                    self.notes.note(
-                        "answered", header=answer.headers.get("x-splice-version"), logprobs=said
-                    )
+                    self.last = answer.headers.get("x-splice-version")
+                    self.notes.note("answered", header=self.last, logprobs=said)
                     self.count += 1
             time.sleep(0.05)
 
@@ -185,6 +194,11 @@ def run_real(seed: str, minutes: float, folder: Path, topology: str | None = Non
         problems += problem
         if last is None:
             problems.append("an ordinary job failed after the last fault")
+        problems += [
+            f"{asking.url} does not serve @{last} {BACK_S:.0f} s after the last fault"
+            for asking in everyone
+            if not asking.sees(last, until_s=began + BACK_S)
+        ]
         healthy_s, answers = time.monotonic() - began, [asking.count for asking in everyone]
         print(f"  {answers} answers; @{last} {healthy_s:.1f} s after the last fault", flush=True)
         for asking in everyone:

@@ -112,21 +112,28 @@ def move_in_one_copy(
 
 
 def pack(
-    lengths: Sequence[int], *, budget: int, dp_size: int = 1, least: int = 1
+    lengths: Sequence[int],
+    *,
+    budget: int,
+    dp_size: int = 1,
+    least: int = 1,
+    same_length: bool = False,
 ) -> list[list[tuple[int, ...]]]:
     """Cut sequences into packs: [data-parallel rank][micro-batch] -> ascending indices.
 
     All ranks get the same number of packs, and some may be empty. First-fit decreasing (Johnson
     1973) finds the number of packs. Then each sequence, longest first, goes to the emptiest pack
     (Graham 1969, LPT), if that keeps the budget. Packs, and so ranks, are about equal. A sequence
-    longer than the budget sets the budget of its batch.
+    longer than the budget has its own pack.
 
     Args:
         budget: most tokens of a pack.
         least: smallest number of packs for each rank, given enough sequences: a pipeline needs
             several.
+        same_length: whether every pack is padded to the largest one. The longest sequence is then
+            the budget of its batch.
     """
-    capacity = max(budget, *lengths)
+    capacity = max(budget, *lengths) if same_length else budget
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     fitted: list[list[int]] = []
     fills: list[int] = []
@@ -139,7 +146,7 @@ def pack(
     count = max(len(fitted), min(least * dp_size, len(lengths)))
     count = -(-count // dp_size) * dp_size
     packs = _spread(lengths, longest_first, count)
-    if max(sum(lengths[i] for i in p) for p in packs) > capacity:
+    if max((sum(lengths[i] for i in p) for p in packs if len(p) > 1), default=0) > capacity:
         packs = fitted + [[] for _ in range(count - len(fitted))]
     packs.sort(key=lambda p: -sum(lengths[i] for i in p))
     return [[tuple(sorted(p)) for p in packs[rank::dp_size]] for rank in range(dp_size)]
@@ -226,7 +233,7 @@ def micro_batches(
     """
     chunks = 2 * context_size if context_size > 1 else 1
     lengths = [-(-n // chunks) * chunks for n in batch.lengths]
-    ranks = pack(lengths, budget=budget, dp_size=dp_size, least=least)
+    ranks = pack(lengths, budget=budget, dp_size=dp_size, least=least, same_length=same_length)
     fills = [[sum(lengths[i] for i in p) for p in packs] for packs in ranks]
     most = max(max(f) for f in fills)
     padded = [most if same_length else max(fill, 1) for fill in fills[dp_rank]]

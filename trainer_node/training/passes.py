@@ -25,6 +25,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
 from orchestrator.protocol.messages import LossSpec
+from trainer_node.model import recompute
 from trainer_node.model.model import Model
 from trainer_node.training import batch as batches
 from trainer_node.training.batch import Batch, BatchError
@@ -75,7 +76,7 @@ def run(
     *,
     first_row: int,
     on_pack: Callable[[], None],
-    forward_only: bool = False,
+    share_of: Callable[[int], float] | None,
 ) -> list[Any]:
     """Run Megatron's schedule over the packs. Returns what `loss(pack, hidden)` reports, on the
     last pipeline stage only.
@@ -83,12 +84,16 @@ def run(
     Args:
         first_row: rows of pending batches, which dropout counts before this batch's.
         on_pack: called before each pack's forward pass.
+        share_of: a pack's tokens, over its context-parallel ranks -> share of the layers that its
+            backward pass runs again. None: there is no backward pass.
     """
 
     def step(data: Iterator[MicroBatch], module: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         micro = next(data)
         on_pack()
         replay_routing(model, micro)
+        tokens = len(micro.tokens_L) * model.config.parallel.context
+        recompute.use(model, 0.0 if share_of is None else share_of(tokens))
         output = module(
             input_ids=micro.tokens_L[None],
             position_ids=micro.positions_L[None],
@@ -104,7 +109,7 @@ def run(
         num_microbatches=len(packs),
         seq_length=packs.lengths[0],
         micro_batch_size=1,
-        forward_only=forward_only,
+        forward_only=share_of is None,
     )
     return reports
 
@@ -127,8 +132,11 @@ def _packed(model: Model, micro: MicroBatch, first_row: int) -> PackedSeqParams:
     return packed
 
 
-def check_routing(model: Model, batch: Batch) -> None:
+def check_routing(model: Model, batch: Batch, *, recomputes: bool) -> None:
     """Refuse expert routing that this model cannot replay.
+
+    Args:
+        recomputes: whether a pack of the batch runs layers again in its backward pass.
 
     Raises:
         BatchError: says what does not fit.
@@ -140,16 +148,12 @@ def check_routing(model: Model, batch: Batch) -> None:
         num_experts=provider.num_moe_experts or 0,
         top_k=provider.moe_router_topk,
     )
-    if (
-        batch.routed_experts_T is not None
-        and config.parallel.pipeline > 1
-        and config.recompute == "full"
-    ):
+    if batch.routed_experts_T is not None and config.parallel.pipeline > 1 and recomputes:
         # Routers hold one micro-batch's experts; recomputing one while others are on their way
         # would take the wrong ones.
         raise BatchError(
-            "routed_experts: cannot be replayed with recompute = 'full' and parallel.pipeline "
-            "> 1; use 'selective'"
+            "routed_experts: cannot be replayed where layers are recomputed and parallel.pipeline "
+            "> 1; use recompute = 'selective', or a smaller micro_batch_tokens"
         )
 
 

@@ -182,9 +182,14 @@ class Trainer(Scorer):
             sums,
             normalize_by=loss.normalize_by,
             rows=len(batch.tokens_T),
+            recomputed_share=self._recomputed_share(packs),
             seconds=time.monotonic() - started + (0.0 if begun is None else begun.seconds),
         )
         return sums, logprobs_T
+
+    def _recomputed_share(self, packs: Packs) -> float:
+        """Share of the layers that run again, over the tokens of this rank's packs."""
+        return sum(n * self.share_of(n) for n in packs.lengths) / sum(packs.lengths)
 
     def _losses(self, packs: Packs, loss: LossSpec, weight: float) -> list[Any]:
         """Run packs forward and backward."""
@@ -277,8 +282,11 @@ class Trainer(Scorer):
         check_accumulation(
             grad_accumulation_sequences, dp_size=parallel_state.get_data_parallel_world_size()
         )
-        check_fits(batch, self.longest_sequence)
-        passes.check_routing(self.model, batch)
+        longest = min((rank.longest_trained for rank in self.memory), default=None)
+        way = self.model.config.recompute
+        check_fits(batch, longest, f"with recompute = {'full' if way == 'auto' else way!r}")
+        largest = max(self.micro_batch_tokens, *batch.lengths)
+        passes.check_routing(self.model, batch, recomputes=self.share_of(largest) > 0)
         check_text(batch, getattr(self.model.hf_config, "tower_tokens", ()))
 
     # ------------------------------------------------------------ the optimizer
@@ -318,6 +326,7 @@ class Trainer(Scorer):
             "lr": optim.lr,
             "num_batches": float(pending.num_batches),
             "skipped_steps": float(self.num_skipped_steps),
+            "recomputed_share": pending.num_recomputed / max(1, pending.num_rows),
             "seconds_forward_backward": pending.seconds,
             "seconds_optim": seconds_optim,
         }

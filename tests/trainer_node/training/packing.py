@@ -25,6 +25,7 @@ from tests.trainer_node.worker import make_trainer, random_adapters
 from trainer_node.state import checkpoint
 from trainer_node.training import pack_size, passes
 from trainer_node.training.batch import Batch, BatchError
+from trainer_node.training.memory_model import MemoryModel, RankMemory
 from trainer_node.training.trainer import Trainer
 
 SPECS = (
@@ -230,6 +231,46 @@ def check_memory_modes(model: Path, batch: Batch, alone: dict) -> None:
         build.COMPILE_BACKEND = backend
 
 
+def check_ways(model: Path, batch: Batch) -> None:
+    """Packs of one batch recompute none, one or both of the two layers, by what fits, and the
+    gradients have the same bits as with none.
+    """
+    trainer = make_trainer(model, 1, 1, 1, micro_batch_tokens=8)
+    random_adapters(trainer)
+    calls: list[int] = []
+    for number, layer in enumerate(trainer.model.modules[0].decoder.layers):
+        layer.self_attention.core_attention.register_forward_pre_hook(
+            lambda *_, number=number: calls.append(number)
+        )
+    none, lengths = measure(trainer, batch), trainer._cut(batch).lengths
+    assert len(set(lengths)) > 2 and len(calls) == len(lengths) * 2 * (1 + len(SPECS))
+    small, middle, *_ = sorted(set(lengths))
+    # A pack of `small` tokens fits as it is. One more byte than half of what recomputation saves is
+    # there for `middle`, and nothing is enough for larger ones.
+    kept = MemoryModel(fixed_bytes=0.0, bytes_per_token=2.0)
+    recomputed = MemoryModel(fixed_bytes=0.0, bytes_per_token=1.0)
+    room = max(2.0 * small, 1.5 * middle + 0.01)
+    assert room < 2.0 * middle
+    trainer.memory = (
+        RankMemory(
+            kept=kept, recomputed=recomputed, scored=recomputed, room_bytes=room, margin_bytes=0.0
+        ),
+    )
+    shares = [trainer.share_of(n) for n in lengths]
+    assert {trainer.share_of(small), trainer.share_of(max(lengths))} == {0.0, 1.0}
+    assert 0 < trainer.share_of(middle) <= 0.5
+    calls.clear()
+    ways = measure(trainer, batch)
+    again = [sum(s > least for s in shares) for least in (0.0, 0.5)]
+    for number, count in enumerate(again):
+        assert calls.count(number) == len(lengths) * (1 + len(SPECS)) + count * len(SPECS)
+    assert again[0] > again[1] > 0
+    assert torch.equal(ways["scores"], none["scores"]) and ways["losses"] == none["losses"]
+    for a, b in zip(ways["gradients"], none["gradients"], strict=True):
+        assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+    trainer.model.close()
+
+
 def main() -> None:
     """See the module's docstring."""
     out, model, sequence = Path(sys.argv[1]), Path(sys.argv[2]), bool(int(sys.argv[6]))
@@ -259,6 +300,7 @@ def main() -> None:
     trainer.model.close()
     if world == 1:
         check_memory_modes(model, batch, result)
+        check_ways(model, batch)
 
 
 if __name__ == "__main__":

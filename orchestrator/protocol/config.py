@@ -249,6 +249,10 @@ class TrainerConfig(Settings):
     measured at the start; a sequence that fits in no way is refused by name. On a CPU, none.
     selective: those of core attention, which fused kernels do not keep anyway. full: all but each
     layer's input. With a number in micro_batch_tokens, only auto measures."""
+    shared_prefixes: bool = True
+    """Compute a prefix that several sequences of a batch share once, such as the prompt of a group
+    of answers. Log-probs and gradients are the same within rounding. Where the model's layers
+    cannot, each sequence is computed, and the trainer's log says why."""
     compile: bool = False
     """Compile each decoder layer with torch.compile. The first steps are then slow."""
     loss_modules: tuple[str, ...] = ()

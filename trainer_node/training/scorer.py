@@ -85,7 +85,11 @@ class Scorer:
         return float(self.model.config.recompute == "full")
 
     def _cut(self, batch: Batch) -> Packs:
-        return passes.cut(self.model, batch, budget=self.micro_batch_tokens)
+        budget = self.micro_batch_tokens
+        most = None
+        if self.forced_share is None:  # a probe's tokens are no text
+            most = min((rank.longest_trained for rank in self.memory), default=budget)
+        return passes.cut(self.model, batch, budget=budget, most=most)
 
     def _run(
         self,

@@ -182,6 +182,7 @@ class Trainer(Scorer):
             sums,
             normalize_by=loss.normalize_by,
             rows=len(batch.tokens_T),
+            num_shared=packs.num_shared,
             recomputed_share=self._recomputed_share(packs),
             seconds=time.monotonic() - started + (0.0 if begun is None else begun.seconds),
         )
@@ -189,7 +190,10 @@ class Trainer(Scorer):
 
     def _recomputed_share(self, packs: Packs) -> float:
         """Share of the layers that run again, over the tokens of this rank's packs."""
-        return sum(n * self.share_of(n) for n in packs.lengths) / sum(packs.lengths)
+        again = [
+            n * self.share_of(load) for n, load in zip(packs.lengths, packs.loads, strict=True)
+        ]
+        return sum(again) / sum(packs.lengths)
 
     def _losses(self, packs: Packs, loss: LossSpec, weight: float) -> list[Any]:
         """Run packs forward and backward."""
@@ -326,6 +330,7 @@ class Trainer(Scorer):
             "lr": optim.lr,
             "num_batches": float(pending.num_batches),
             "skipped_steps": float(self.num_skipped_steps),
+            "shared_tokens": float(pending.num_shared),
             "recomputed_share": pending.num_recomputed / max(1, pending.num_rows),
             "seconds_forward_backward": pending.seconds,
             "seconds_optim": seconds_optim,

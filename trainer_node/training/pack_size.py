@@ -16,6 +16,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -84,13 +85,11 @@ def _measured(trainer: Trainer) -> tuple[RankMemory, ...]:
     """All ranks' memory."""
     shares = SHARES[trainer.model.config.recompute]
     probe(trainer, LEAST_TOKENS, share=shares[-1])  # libraries take their workspaces for good
-    models = {
-        share: _model(trainer, lambda n, s=share: probe(trainer, n, share=s)) for share in shares
-    }
+    models = {share: _model(trainer, partial(probe, trainer, share=share)) for share in shares}
     own = RankMemory(
         kept=models.get(0.0),
         recomputed=models.get(1.0),
-        scored=_model(trainer, lambda n: probe(trainer, n, forward_only=True)),
+        scored=_model(trainer, partial(probe, trainer, forward_only=True)),
         room_bytes=_room(trainer),
         margin_bytes=_margin_bytes(),
     )

@@ -45,7 +45,7 @@ def tree_batch() -> Batch:
         loss_mask_T=mask_T,
         advantages_T=noise_T * mask_T,
         sampler_logprobs_T=near_T,
-        reference_logprobs_T=near_T.flip(0) * mask_T,
+        reference_logprobs_T=near_T + 0.2 * noise_T * mask_T,
         temperatures_T=0.7 + 0.6 * torch.rand(len(mask_T), generator=generator),
         lengths=lengths,
     )

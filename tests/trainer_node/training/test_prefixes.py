@@ -50,7 +50,7 @@ def test_a_group_by_hand() -> None:
     assert pack.tokens_L.tolist() == [7, 8, 9, 1, 2, 3, 4, 5, 6]
     assert pack.positions_L.tolist() == [0, 1, 2, 3, 3, 4, 5, 0, 1]
     assert pack.cu_seqlens.tolist() == [0, 4, 6, 7, 9] and pack.max_seqlen == 4
-    assert pack.paths == ((0, 4), (0, 3), (4, 2), (0, 3), (4, 3), (7, 2))
+    assert pack.paths == ((0, 4), (0, 3), (4, 2), (0, 3), (4, 5)), "what follows is one copy"
     assert pack.cu_paths is not None and pack.cu_paths.tolist() == [0, 4, 9, 15, 17]
     assert (pack.max_path, pack.load, len(pack.tokens_L)) == (6, 12, 9)
     # Of the answers' first tokens, 1, 2 and 2, the last token of the prompt predicts each.
@@ -61,17 +61,11 @@ def test_a_group_by_hand() -> None:
 
 
 def test_little_is_not_shared() -> None:
-    """A sequence of 40 tokens whose first two begin another one, and one of 32."""
-    long, short = [1, 2, *range(50, 88)], [1, 2, *range(90, 120)]
-    found = bundles(batch_of([short, long]), budget=999, most=999, copy_load=0.25)
-    assert [b.shared for b in found] == [(0,), (0,)], "of the later one, 30 tokens are its own"
-    found = bundles(batch_of([long, short]), budget=999, most=999, copy_load=0.25)
-    assert [b.shared for b in found] == [(0,), (0,)] and [b.sequences for b in found] == [
-        (0,),
-        (1,),
-    ]
-    found = bundles(batch_of([long[:33], short]), budget=999, most=999, copy_load=0.25)
-    assert [b.shared for b in found] == [(0, 2)]
+    """Two tokens are a sixteenth of 32, and less of 33."""
+    first, second = [1, 2, *range(50, 88)], [1, 2, *range(90, 121)]
+    for length, shared in ((32, [(0, 2)]), (33, [(0,), (0,)])):
+        found = bundles(batch_of([second[:length], first]), budget=99, most=99, copy_load=0.25)
+        assert [b.shared for b in found] == shared
 
 
 def test_bundles_keep_to_the_budget() -> None:

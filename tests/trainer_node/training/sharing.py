@@ -87,9 +87,16 @@ def main() -> None:
     """See the module's docstring."""
     model = Path(sys.argv[2])
     trainer = make_trainer(model, *map(int, sys.argv[3:6]))
-    assert trainer.model.sharing_obstacle is None
-    random_adapters(trainer)
     batch = tree_batch()
+    why = sys.argv[6] if len(sys.argv) > 6 else None
+    assert trainer.model.sharing_obstacle == why
+    if why is not None:
+        trainer.micro_batch_tokens = 4096
+        (pack,) = trainer._cut(batch)
+        assert pack.paths is None and len(pack.tokens_L) == len(batch.tokens_T)
+        trainer.model.close()
+        return
+    random_adapters(trainer)
     trainer.model.sharing_obstacle = "a test"
     trainer.micro_batch_tokens = 4096
     assert trainer._cut(batch).num_shared == 0

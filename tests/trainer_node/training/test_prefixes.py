@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.trainer_node.families import make
 from trainer_node.training.batch import Batch
 from trainer_node.training.packing import MicroBatch, Sharing, micro_batches
 from trainer_node.training.prefixes import Bundle, bundles
@@ -163,3 +164,23 @@ def test_shared_prefixes_change_nothing(
     name: str, sizes: tuple[int, int, int], models, torchrun, tmp_path: Path
 ) -> None:
     torchrun(max(1, sizes[0] * sizes[1]), "training.sharing", tmp_path, models[name], *sizes)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "llama_yarn"])
+def test_a_family_shares_prefixes(family: str, torchrun, tmp_path: Path) -> None:
+    """Sinks, windows that begin within a prefix, biases; YaRN's tables."""
+    torchrun(1, "training.sharing", tmp_path, make(family, tmp_path / family), 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("deepseek_v3", "MLASelfAttention attends in its own way"),
+        ("qwen3_next", "GatedDeltaNet attends in its own way"),
+        ("gemma3", "Gemma3SelfAttention attends in its own way"),
+    ],
+)
+def test_a_family_that_cannot_share_says_so(
+    family: str, why: str, torchrun, tmp_path: Path
+) -> None:
+    torchrun(1, "training.sharing", tmp_path, make(family, tmp_path / family), 1, 1, 1, why)

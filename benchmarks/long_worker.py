@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,7 +19,9 @@ from orchestrator.protocol.config import LoraConfig, TrainerConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
 from trainer_node.training.batch import Batch
 from trainer_node.training.start import start
-from trainer_node.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from trainer_node.training.trainer import Trainer
 
 SHORT = 32_768
 """Tokens of a sequence that is short enough for several steps."""

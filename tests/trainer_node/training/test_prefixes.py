@@ -13,6 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.protocol.config import TrainerConfig
+from tests.trainer_node import bounds
 from tests.trainer_node.families import make
 from trainer_node.training.batch import Batch
 from trainer_node.training.packing import MicroBatch, Sharing, micro_batches
@@ -184,3 +186,24 @@ def test_a_family_that_cannot_share_says_so(
     family: str, why: str, torchrun, tmp_path: Path
 ) -> None:
     torchrun(1, "training.sharing", tmp_path, make(family, tmp_path / family), 1, 1, 1, why)
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("name", ["dense_tied", "moe"])
+def test_prefixes_are_shared_on_a_gpu(name: str, models) -> None:
+    """The start's check of the kernels passes, and log-probs differ only by rounding."""
+    from tests.trainer_node.training.sharing import tree_batch
+    from trainer_node.training.start import start
+
+    config = {"device": "cuda", "dtype": "bfloat16", "micro_batch_tokens": 4096}
+    trainer = start(TrainerConfig(model=models[name], recompute="none", **config))
+    try:
+        assert trainer.model.sharing_obstacle is None
+        batch = tree_batch()
+        assert trainer._cut(batch).num_shared > 0
+        shared, _ = trainer.forward(batch)
+        trainer.model.sharing_obstacle = "a test"
+        apart, _ = trainer.forward(batch)
+        assert (shared - apart).abs().max() <= bounds.scores(torch.bfloat16)
+    finally:
+        trainer.model.close()

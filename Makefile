@@ -3,7 +3,7 @@
 # make test-all   adds the slow ones: the rest of the parity matrix, repeats, every restart; make test-slice a tenth of them
 # make check   ruff, formatting, types, links of the docs; make docs builds only the site, in build/site
 # make chaos   a run under a nemesis for HOURS=2, with a fresh seed, then with real Megatron and vLLM
-# make envs-cuda, make smoke-cuda   the same on a CUDA machine with two GPUs; nothing else here needs one
+# make envs-cuda, make smoke-cuda   the same on a CUDA machine with two GPUs; nothing else here needs one; CUDA_STACK=033: newer versions
 
 # `make envs PYTHON=...` names the interpreter of both environments.
 PYTHON ?=
@@ -14,6 +14,8 @@ INFERENCE := .venv-inference
 REPORT ?= runs/smoke/report.json
 SMOKE_ARGS ?=
 PYTEST_ARGS ?=
+# The CUDA locks: 026 or 033, vLLM's version. requirements/cuda-stack has the default, also of the images.
+CUDA_STACK ?= $(shell cat requirements/cuda-stack)
 LOCKS := requirements/torch-cpu.lock requirements/make_env.sh requirements/find_python.sh pyproject.toml
 
 # The models and datasets of tests are local folders: nothing asks a hub.
@@ -46,16 +48,16 @@ $(INFERENCE)/.installed: requirements/inference.lock $(LOCKS)
 	@touch $@
 
 envs-cuda: ## the same two folders, from the CUDA locks
-	@$(MAKE) --no-print-directory -j2 $(TRAINER)/.installed-cuda $(INFERENCE)/.installed-cuda
+	@$(MAKE) --no-print-directory -j2 $(TRAINER)/.installed-cuda-$(CUDA_STACK) $(INFERENCE)/.installed-cuda-$(CUDA_STACK)
 
-$(TRAINER)/.installed-cuda: requirements/trainer-cuda.lock requirements/trainer-cuda-build.lock $(LOCKS)
+$(TRAINER)/.installed-cuda-%: requirements/trainer-cuda-%.lock requirements/trainer-cuda-%-build.lock $(LOCKS)
 	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(requirements/find_python.sh 3.12) || exit 1; \
-	requirements/make_env.sh "$$python" $(TRAINER) requirements/trainer-cuda.lock 3.12 3.13
+	requirements/make_env.sh "$$python" $(TRAINER) requirements/trainer-cuda-$*.lock 3.12 3.13
 	@touch $@
 
-$(INFERENCE)/.installed-cuda: requirements/inference-cuda.lock $(LOCKS)
+$(INFERENCE)/.installed-cuda-%: requirements/inference-cuda-%.lock $(LOCKS)
 	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(requirements/find_python.sh 3.12) || exit 1; \
-	requirements/make_env.sh "$$python" $(INFERENCE) requirements/inference-cuda.lock 3.12 3.13
+	requirements/make_env.sh "$$python" $(INFERENCE) requirements/inference-cuda-$*.lock 3.12 3.13
 	@touch $@
 
 dev: envs $(TRAINER)/.dev $(TRAINER)/.plot $(TRAINER)/.docs $(TRAINER)/.ray $(TRAINER)/.tinker $(TRAINER)/.examples $(INFERENCE)/.dev
@@ -76,9 +78,9 @@ smoke: envs
 smoke-cuda: envs-cuda
 	$(TRAINER)/bin/splice smoke --set device=cuda --report $(REPORT) $(SMOKE_ARGS)
 
-# Three parts run at a time, since each waits for much of its time, and all run even if one fails; the result is red if any is.
+# The parts run at once, since each waits for much of its time, and all run even if one fails; the result is red if any is.
 # A part's output comes when it ends.
-TEST_JOBS ?= 3
+TEST_JOBS ?= 4
 test: dev
 	@if $(MAKE) --no-print-directory --keep-going --jobs=$(TEST_JOBS) --output-sync=target test-trainer test-orchestrator test-runs test-inference; \
 	then echo "make test: all parts passed"; else echo "make test: at least one part FAILED" >&2; exit 1; fi

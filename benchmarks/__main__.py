@@ -23,6 +23,7 @@ BENCHMARKS = {
     "edges": "the plan of which rank sends what to which worker: its time, and its busiest link",
     "links": "the plan of edges over throttled links of network namespaces, against its arithmetic",
     "merge": "adapters merged into a MoE's experts, bytes per second",
+    "experts": "a MoE layer's experts, against TransformerEngine's GroupedLinear",
     "export": "the trainer's merged tensors, against Megatron-Bridge's export",
     "logits": "memory and time of the language-model head",
     "save": "a durable checkpoint, against torch.save of the same tensors",

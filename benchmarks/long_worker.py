@@ -126,7 +126,7 @@ class Bench:
             "tokens": len(batch.tokens_T),
             "pack_tokens": self.trainer.micro_batch_tokens,
             "sharing_obstacle": self.trainer.model.sharing_obstacle,
-            "longest": min((m.longest_trained for m in self.trainer.memory), default=None),
+            "longest": self.trainer.longest_trained,
             **{n: metrics[n] for n in ("peak_memory_bytes", "recomputed_share", "shared_tokens")},
         }
         if self.config["model_type"] in FLOPS_KNOWN:

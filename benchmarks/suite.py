@@ -221,7 +221,10 @@ TASKS = (
     _cluster("loop-8b", "loop", 400, SPLICE_BENCH_SHAPES="8b", SPLICE_BENCH_PROMPT_TOKENS="512"),
     _cluster("soak", "soak", 900),
     _bench("wire", "wire", 2, 120, by_number=True),
-    *(_bench(name, name, 1, 240) for name in ("merge", "export", "logits", "save", "arrival")),
+    *(
+        _bench(name, name, 1, 240)
+        for name in ("merge", "experts", "export", "logits", "save", "arrival")
+    ),
 )
 
 

@@ -5,7 +5,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends build-essential
     rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/splice
 COPY . .
-RUN requirements/make_env.sh python3.12 /opt/env requirements/inference-cuda.lock 3.12 3.13
+RUN requirements/make_env.sh python3.12 /opt/env requirements/inference-cuda-$(cat requirements/cuda-stack).lock 3.12 3.13
 ENV PATH=/opt/env/bin:$PATH VLLM_NO_USAGE_STATS=1
 ENTRYPOINT ["python", "-P", "-m", "splice"]
 CMD ["--help"]

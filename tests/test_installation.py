@@ -36,6 +36,7 @@ LOCKS = ROOT / "requirements"
 DOCKER = ROOT / "docker"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = {"trainer": ("trainer", "trainer-cuda"), "inference": ("inference",)}
+STACKS = sorted(path.stem.rpartition("-")[2] for path in LOCKS.glob("inference-cuda-*.lock"))
 SHARED = {
     "trainer": ("megatron-core", "megatron-bridge", "transformers", "pyzmq", "pydantic", "msgpack"),
     "inference": ("pyzmq", "pydantic", "msgpack"),
@@ -60,12 +61,18 @@ def pins(*names: str) -> dict[str, str]:
     return found
 
 
-def cuda_pins(role: str) -> dict[str, str]:
-    return pins("trainer-cuda", "trainer-cuda-build") if role == "trainer" else pins(f"{role}-cuda")
+def cuda_pins(role: str, stack: str) -> dict[str, str]:
+    lock = f"{role}-cuda-{stack}"
+    return pins(lock, f"{lock}-build") if role == "trainer" else pins(lock)
 
 
+def test_the_default_stack_has_locks() -> None:
+    assert (LOCKS / "cuda-stack").read_text(encoding="utf-8").strip() in STACKS
+
+
+@pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("role", list(EXTRAS))
-def test_a_cuda_lock_pins_what_pyproject_declares(role: str) -> None:
+def test_a_cuda_lock_pins_what_pyproject_declares(role: str, stack: str) -> None:
     declared = list(PROJECT["dependencies"])
     for extra in EXTRAS[role]:
         declared += PROJECT["optional-dependencies"][extra]
@@ -73,26 +80,28 @@ def test_a_cuda_lock_pins_what_pyproject_declares(role: str) -> None:
         page = (ROOT / "docs/installation.md").read_text(encoding="utf-8")
         declared += re.findall(r'pip install --no-deps "(megatron-bridge[^"]+)"', page)
         assert declared[-1].startswith("megatron-bridge")
-    locked = cuda_pins(role)
+    locked = cuda_pins(role, stack)
     for requirement in map(Requirement, declared):
         version = locked.get(canonicalize_name(requirement.name))
-        assert version is not None, f"{role}-cuda.lock does not pin {requirement.name}"
+        assert version is not None, f"{role}-cuda-{stack}.lock lacks {requirement.name}"
         assert Version(version) in requirement.specifier, f"{requirement}, locked at {version}"
 
 
+@pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("role", list(SHARED))
-def test_cpu_and_cuda_locks_agree(role: str) -> None:
-    cpu, cuda = pins(role), cuda_pins(role)
+def test_cpu_and_cuda_locks_agree(role: str, stack: str) -> None:
+    cpu, cuda = pins(role), cuda_pins(role, stack)
     assert {n: cpu[n] for n in SHARED[role]} == {n: cuda[n] for n in SHARED[role]}
 
 
-def test_both_sides_have_one_torch_for_cuda() -> None:
-    trainer, inference = cuda_pins("trainer"), cuda_pins("inference")
-    for name in ("torch", "triton", "nvidia-nccl-cu13"):
+@pytest.mark.parametrize("stack", STACKS)
+def test_both_sides_have_one_torch_for_cuda(stack: str) -> None:
+    trainer, inference = cuda_pins("trainer", stack), cuda_pins("inference", stack)
+    for name in ("torch", "triton", "nvidia-nccl-cu13", "nvidia-cudnn-cu13"):
         assert trainer[name] == inference[name]
 
 
-@pytest.mark.parametrize("lock", ["trainer-cuda", "inference-cuda", "trainer-cuda-build"])
+@pytest.mark.parametrize("lock", sorted(path.stem for path in LOCKS.glob("*-cuda-*.lock")))
 def test_every_pin_can_be_installed(lock: str) -> None:
     """The package index has a file of each pin for x86-64 and Python 3.12; none is downloaded.
 
@@ -137,8 +146,9 @@ def fits(file: dict[str, Any], version: str, takes: set[Tag], is_source: bool) -
 @pytest.mark.parametrize("role", list(EXTRAS))
 def test_a_dockerfile_names_files_that_exist(role: str) -> None:
     text = (DOCKER / f"{role}.Dockerfile").read_text(encoding="utf-8")
-    named = re.findall(r"requirements/[\w.-]+", text)
-    assert f"requirements/{role}-cuda.lock" in named
+    chosen = "$(cat requirements/cuda-stack)"
+    assert f"requirements/{role}-cuda-{chosen}.lock" in text
+    named = re.findall(r"requirements/[\w.-]+", text.replace(chosen, STACKS[0]))
     for name in named:
         assert (ROOT / name).is_file(), name
     assert os.access(ROOT / "requirements/make_env.sh", os.X_OK)

@@ -8,10 +8,12 @@ import json
 import os
 import re
 import secrets
+import shutil
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -90,10 +92,26 @@ def arguments(config: InferenceConfig) -> list[str]:
         args += ["--kv-cache-memory-bytes", str(int(config.cpu_kv_cache_gb * 2**30))]
     else:
         args += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
-        if importlib.util.find_spec("flashinfer") is None and "gdn_prefill_backend" not in given:
-            # Hopper's default for gated delta nets is FlashInfer, which is not in the locks.
+        if not _has_flashinfer() and "gdn_prefill_backend" not in given:
+            # On Hopper vLLM takes FlashInfer for gated delta nets, also where it is missing.
             args += ["--gdn-prefill-backend", "triton"]
     return [*args, *config.extra_args]
+
+
+def _search_path() -> str:
+    """PATH of vLLM's processes: this environment's programs first, ninja among them."""
+    return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+
+
+def _has_flashinfer() -> bool:
+    """Whether FlashInfer is installed and can compile its kernels, as vLLM 0.33 looks for it."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    compilers = (f"{home}/bin/nvcc",) if home else ("nvcc", "/usr/local/cuda/bin/nvcc")
+    return (
+        importlib.util.find_spec("flashinfer") is not None
+        and any(map(shutil.which, compilers))
+        and shutil.which("ninja", path=_search_path()) is not None
+    )
 
 
 def environment(config: InferenceConfig, *, secret: str, watchdog_endpoint: str) -> dict[str, str]:
@@ -120,7 +138,8 @@ def environment(config: InferenceConfig, *, secret: str, watchdog_endpoint: str)
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         env["CUDA_VISIBLE_DEVICES"] = ""
         return env
-    # The measured runs sample with PyTorch: FlashInfer's sampler is not in the locks.
+    env["PATH"] = _search_path()
+    # The measured runs sample with PyTorch, without FlashInfer's sampler.
     env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if config.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, config.gpus))

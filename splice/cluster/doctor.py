@@ -75,7 +75,7 @@ INFERENCE = {
     "python": Wanted(versions=">=3.11,<3.14", why="what the packages below are built for"),
     "torch": Wanted(versions=">=2.11,<3", why="vLLM pins it"),
     "vllm": Wanted(
-        versions=">=0.26,<0.33",
+        versions=">=0.26,<0.34",
         why="the dialects that inference_node.shared.vllm_version knows",
         need="optional",
     ),
@@ -160,6 +160,11 @@ RAN_TOGETHER = (
     ),
 )
 """Newest first on each device. docs/installation.md has the same rows: `ran_table`."""
+NOT_RUN: Mapping[str, Mapping[str, str]] = {
+    "trainer-cuda-033": _CUDA_TRAINER | {"torch": "2.14.0", "transformer-engine": "2.20.2"},
+    "inference-cuda-033": {"torch": "2.14.0", "vllm": "0.33.0", "transformers": "5.20.2"},
+}
+"""Lock files in `requirements/` that have not run on a GPU -> their main versions."""
 ALL_PACKAGES = tuple(dict.fromkeys(name for wanted in WANTED.values() for name in wanted))
 
 
@@ -295,7 +300,13 @@ def compare(findings: Sequence[Finding], *, on_gpus: bool) -> list[str]:
         runs = [run for run in RAN_TOGETHER if run.device.startswith("cpu") != on_gpus]
         nearest = min(runs, key=lambda run: len(_differences(here, getattr(run, role))))
         where = f"on {nearest.device}, {nearest.date}: {nearest.command}"
-        if found := _differences(here, getattr(nearest, role)):
+        locks = [name for name in NOT_RUN if name.startswith(role) and on_gpus]
+        if lock := next((n for n in locks if not _differences(here, NOT_RUN[n])), None):
+            said.append(
+                f"{role}: these are the versions of requirements/{lock}.lock, which have not run "
+                "on a GPU yet."
+            )
+        elif found := _differences(here, getattr(nearest, role)):
             said.append(f"{role}: {', '.join(found)} ran {where}. Other versions may do as well.")
         else:
             said.append(f"{role}: these versions ran {where}")

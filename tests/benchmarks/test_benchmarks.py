@@ -57,6 +57,7 @@ SMALL = {
         "merge/tiny/send",
         "merge/tiny/send-fp8_per_tensor",
     },
+    "experts": {"experts/products-128", "experts/mlp-128"},
     "export": {"export/tiny/wire", "export/tiny/manifest", "export/tiny/plan"},
     "arrival": {"arrival/16x2048"},
     "save": {"save/tiny/checkpoint", "save/tiny/adapter"},

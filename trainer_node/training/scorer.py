@@ -84,11 +84,21 @@ class Scorer:
             return max((rank.share(tokens) for rank in self.memory), default=0.0)
         return float(self.model.config.recompute == "full")
 
+    def recomputed_share(self, packs: Packs) -> float:
+        """Share of the layers that run again, over the tokens of this rank's packs."""
+        pairs = zip(packs.lengths, packs.loads, strict=True)
+        return sum(n * self.share_of(load) for n, load in pairs) / sum(packs.lengths)
+
+    @property
+    def longest_trained(self) -> int | None:
+        """Tokens of the longest sequence that fits; None: not measured."""
+        return min((rank.longest_trained for rank in self.memory), default=None)
+
     def _cut(self, batch: Batch) -> Packs:
         budget = self.micro_batch_tokens
         most = None
         if self.forced_share is None:  # a probe's tokens are no text
-            most = min((rank.longest_trained for rank in self.memory), default=budget)
+            most = self.longest_trained or budget
         return passes.cut(self.model, batch, budget=budget, most=most)
 
     def _run(

@@ -183,17 +183,10 @@ class Trainer(Scorer):
             normalize_by=loss.normalize_by,
             rows=len(batch.tokens_T),
             num_shared=packs.num_shared,
-            recomputed_share=self._recomputed_share(packs),
+            recomputed_share=self.recomputed_share(packs),
             seconds=time.monotonic() - started + (0.0 if begun is None else begun.seconds),
         )
         return sums, logprobs_T
-
-    def _recomputed_share(self, packs: Packs) -> float:
-        """Share of the layers that run again, over the tokens of this rank's packs."""
-        again = [
-            n * self.share_of(load) for n, load in zip(packs.lengths, packs.loads, strict=True)
-        ]
-        return sum(again) / sum(packs.lengths)
 
     def _losses(self, packs: Packs, loss: LossSpec, weight: float) -> list[Any]:
         """Run packs forward and backward."""
@@ -286,9 +279,9 @@ class Trainer(Scorer):
         check_accumulation(
             grad_accumulation_sequences, dp_size=parallel_state.get_data_parallel_world_size()
         )
-        longest = min((rank.longest_trained for rank in self.memory), default=None)
         way = self.model.config.recompute
-        check_fits(batch, longest, f"with recompute = {'full' if way == 'auto' else way!r}")
+        way = f"with recompute = {'full' if way == 'auto' else way!r}"
+        check_fits(batch, self.longest_trained, way)
         largest = max(self.micro_batch_tokens, *batch.lengths)
         passes.check_routing(self.model, batch, recomputes=self.share_of(largest) > 0)
         check_text(batch, getattr(self.model.hf_config, "tower_tokens", ()))

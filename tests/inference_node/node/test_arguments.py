@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,26 @@ AS_CONFIG = ("--additional-config", '{"gdn_prefill_backend": "cutedsl"}')
 
 
 @pytest.mark.parametrize(
-    ("installed", "given", "read"),
-    [(False, (), "triton"), (True, (), None), (False, OTHER, "cutedsl"), (False, AS_CONFIG, None)],
+    ("installed", "programs", "given", "read"),
+    [
+        (False, "nvcc ninja", (), "triton"),
+        (True, "nvcc ninja", (), None),
+        (True, "ninja", (), "triton"),
+        (True, "nvcc", (), "triton"),
+        (False, "", OTHER, "cutedsl"),
+        (False, "", AS_CONFIG, None),
+    ],
 )
-def test_gated_delta_nets_need_no_flashinfer(installed, given, read, monkeypatch):
+def test_gated_delta_nets_need_no_flashinfer(
+    installed, programs, given, read, monkeypatch, tmp_path
+):
+    """It compiles its kernels with nvcc and ninja: without them, vLLM must not choose it."""
+    (tmp_path / "bin").mkdir()
+    for program in programs.split():
+        (tmp_path / "bin" / program).touch(mode=0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.setenv("PATH", "")
     found = importlib.util.find_spec
 
     def find_spec(name: str) -> Any:

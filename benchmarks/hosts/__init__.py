@@ -1,0 +1,1 @@
+"""Environments for GPU hosts that reach no package registry."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -165,10 +166,19 @@ def main() -> None:
         half = int(text) // 2
         one = Shape(count=1, answer=int(text) - half, prompt=half)
         cases.append(lambda n=f"long/{text}", s=one: bench.measure(n, s, a.steps, is_tree=False))
+    failed = 0
     for case in cases:
-        print(json.dumps(case()), flush=True)
-    sys.stdout.flush()
+        try:
+            print(json.dumps(case()), flush=True)
+        except torch.OutOfMemoryError as error:  # the others still count
+            failed = 1
+            print(f"a case found no memory: {error}", file=sys.stderr, flush=True)
+        if failed:  # outside of the handler, whose traceback holds the pack
+            bench.trainer.drop_pending()
+            gc.collect()
+            torch.cuda.empty_cache()
     bench.trainer.model.close()
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

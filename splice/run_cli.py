@@ -511,8 +511,9 @@ def check(file: FileArgument = _HERE, overrides: Overrides = None) -> None:
         loop = values.get("loop", {})
         has_reward = "reward" in loop or any("loop.reward" in o for o in overrides or ())
         run = load_as(TrainFile if has_reward else SftFile, file, overrides or ())
-        command.plan(run, folder_of(file))
+        made = command.plan(run, folder_of(file))
         up.check(run)
+        typer.echo(command.step_text(made))
     typer.echo("ok")
 
 

@@ -29,12 +29,14 @@ class Place:
         group: number of its group, over the whole loop.
         sample: its place in the group.
         prompt: index of the group's prompt.
+        replaced: how many prompts had the group's place before.
     """
 
     step: int
     group: int
     sample: int
     prompt: int
+    replaced: int = 0
 
     @property
     def named(self) -> dict[str, Any]:
@@ -74,7 +76,7 @@ class Asking:
         Args:
             lost: gets the number of a turn for each of its attempts that was lost.
         """
-        more = {"seed": request_seed(self._sampling, place.group, place.sample, turn), **more}
+        more = {"seed": request_seed(self._sampling, place, turn), **more}
         for attempt in itertools.count():
             admitted = self._made.newest
             of: dict[str, Any] = {**place.named, "turn": turn, "attempt": attempt}
@@ -128,9 +130,10 @@ async def _until_whole(ask: Callable[[], Awaitable[T]]) -> T:
             log.warning("asked again: %s", error)
 
 
-def request_seed(sampling: SamplingConfig, group: int, sample: int, turn: int = 0) -> int | None:
+def request_seed(sampling: SamplingConfig, place: Place, turn: int = 0) -> int | None:
     """Return the seed of one request, or None."""
     if sampling.seed is None:
         return None
-    place = f"{sampling.seed}/{group}/{sample}" + (f"/{turn}" if turn else "")
-    return random.Random(place).getrandbits(31)
+    named = f"{sampling.seed}/{place.group}/{place.sample}" + (f"/{turn}" if turn else "")
+    named += f"+{place.replaced}" if place.replaced else ""
+    return random.Random(named).getrandbits(31)

@@ -187,6 +187,7 @@ class SftLoopSection(LoopSection):
 class SftFile(TrainFile):
     """A run, and the answers that it trains on."""
 
+    LOOP = "sft"
     loop: SftLoopSection = SftLoopSection()
     """The loop."""
     loss: LossSpec = LossSpec(name=SFT_LOSS)

@@ -293,7 +293,8 @@ def _answers_by_name(group: Group, *, masks: bool) -> list[list[tuple[Answered, 
         several = rollout.sequences
         answer: Answered = several[0] if len(several) == 1 else several
         if masks and rollout.is_cut:
-            no_tokens = {"answer_ids": (), "logprobs": (), "sampled": (), "routing": None}
-            answer = replace(rollout.completion, **no_tokens)
+            answer = replace(
+                rollout.completion, answer_ids=(), logprobs=(), sampled=(), routing=None
+            )
         found.setdefault(rollout.name, []).append((answer, rollout.reward))
     return list(found.values())

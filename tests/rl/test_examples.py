@@ -138,9 +138,7 @@ def run_cells(path: Path, **parameters: object) -> dict[str, Any]:
     space: dict[str, Any] = {"shell": shell}
     for cell in json.loads(path.read_text())["cells"]:
         if cell["cell_type"] == "code":
-            source = re.sub(
-                r"^!(.*)$", r"shell(rf'''\1''')", "".join(cell["source"]), flags=re.M
-            )
+            source = re.sub(r"^!(.*)$", r"shell(rf'''\1''')", "".join(cell["source"]), flags=re.M)
             exec(compile(source, str(path), "exec"), space)
         if "parameters" in cell["metadata"].get("tags", ()):
             space |= parameters

@@ -103,7 +103,7 @@ def test_what_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     memory, time = estimate.text_of(trainer(tmp_path), step_tokens=31_062, steps=90)
     assert memory == (
-        "estimate: a trainer's rank holds 16.4 GB of weights and 698.4 MB of adapters, gradients "
+        "estimate: a trainer's rank holds 16.4 GB of weights and 0.7 GB of adapters, gradients "
         "and moments; activations take more"
     )
     assert time == (

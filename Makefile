@@ -78,9 +78,9 @@ smoke: envs
 smoke-cuda: envs-cuda
 	$(TRAINER)/bin/splice smoke --set device=cuda --report $(REPORT) $(SMOKE_ARGS)
 
-# Three parts run at a time, since each waits for much of its time, and all run even if one fails; the result is red if any is.
+# The parts run at once, since each waits for much of its time, and all run even if one fails; the result is red if any is.
 # A part's output comes when it ends.
-TEST_JOBS ?= 3
+TEST_JOBS ?= 4
 test: dev
 	@if $(MAKE) --no-print-directory --keep-going --jobs=$(TEST_JOBS) --output-sync=target test-trainer test-orchestrator test-runs test-inference; \
 	then echo "make test: all parts passed"; else echo "make test: at least one part FAILED" >&2; exit 1; fi

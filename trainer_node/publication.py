@@ -22,10 +22,11 @@ from orchestrator.protocol.messages import (
     UseLayout,
     fp8_manifest,
 )
-from trainer_node.export import fp8_export, fp8_fused, wire_export
+from trainer_node.export import fp8_export, fp8_fused, fp8_steps, wire_export
 from trainer_node.export.bridge_export import BridgeExport, is_manifest_order
 from trainer_node.export.fp8_export import Fp8Export
 from trainer_node.export.fp8_fused import FusedFp8
+from trainer_node.export.fp8_steps import Fp8Steps
 from trainer_node.export.gather_plan import PartitionError
 from trainer_node.export.merged import Exporter
 from trainer_node.hf import fp8_blocks
@@ -128,12 +129,14 @@ class Publication:
         order = [chunk.tensors for chunk in request.message.layout.chunks]
         sent = manifest if part is None else manifest.part(part)
         export: Export | str
-        if fp8 is not None and texts is not None:
-            export = "the scales of FP8 weights are made of whole tensors, on one rank"
+        keeps = None if texts is None else [_keeps_of(text, part) for text in texts]
+        if fp8 is not None:
+            self._note_loss(fp8)
+        if fp8 is not None and keeps is not None:
+            export = self._plan_fp8_steps(base, manifest, order, part, fp8, keeps)
         elif fp8 is not None:
             export = self._plan_fp8(base, manifest, order, part, fp8)
         else:
-            keeps = None if texts is None else [_keeps_of(text, part) for text in texts]
             export = self._plan_export(sent, order, part, keeps)
         if isinstance(export, str):
             self._transfer.use_chunks(None, changed_only=changed_only)
@@ -152,12 +155,13 @@ class Publication:
         order: Sequence[Sequence[int]],
         part: Sequence[int] | None,
         keeps: Sequence[edges.Keeps] | None = None,
+        made: wire_export.Sent | None = None,
     ) -> wire_export.WireExport | BridgeExport | str:
         """Return the export that fills the chunks, or why none can; the same on every rank."""
         reason = wire_export.supports(self._model)
         if reason is None:
             try:
-                return wire_export.WireExport(self._model, manifest, order, keeps=keeps)
+                return wire_export.WireExport(self._model, manifest, order, keeps=keeps, sent=made)
             except PartitionError as error:
                 reason = str(error)
         if keeps is not None or not is_manifest_order(order, manifest):
@@ -165,6 +169,38 @@ class Publication:
         config = self._model.config
         timeout_s = config.collective_timeout_s if config.parallel.splits_the_model else None
         return BridgeExport(self._exporter, manifest, order, part=part, timeout_s=timeout_s)
+
+    def _note_loss(self, weights: Fp8Weights) -> None:
+        """Say once what a server of block scales loses."""
+        lost = fp8_blocks.loss_of(self._model.config.model, {g.kind for g in weights.groups})
+        if lost and not self._has_said_lost and not self._model.trains_all:
+            self._has_said_lost = True
+            self._trainer.notes.append(lost)
+
+    def _plan_fp8_steps(
+        self,
+        base: Manifest,
+        sent: Manifest,
+        order: Sequence[Sequence[int]],
+        part: Sequence[int] | None,
+        weights: Fp8Weights,
+        keeps: Sequence[edges.Keeps],
+    ) -> Fp8Steps | str:
+        """Return the export that quantises what each rank merges, or why none can."""
+        own, made, scales = fp8_steps.plan(base, sent, weights, order, part)
+        merged = base if len(own) == len(base.tensors) else base.part(own)
+        everything = [list(range(len(merged.tensors)))]
+        export = self._plan_export(merged, everything, None, keeps, made)
+        if not isinstance(export, wire_export.WireExport):
+            return str(export)
+        return Fp8Steps(
+            export,
+            made,
+            scales,
+            group=self._model.gather_group,
+            rounding=lambda: self._model.rounding,
+            device=self._model.device,
+        )
 
     def _plan_fp8(
         self,
@@ -176,10 +212,6 @@ class Publication:
     ) -> Fp8Export | str:
         """Return the export that quantises what another export merges, or why none can."""
         planned = fp8_export.plan(base, sent, weights, order, part)
-        lost = fp8_blocks.loss_of(self._model.config.model, {g.kind for g in weights.groups})
-        if lost and not self._has_said_lost and not self._model.trains_all:
-            self._has_said_lost = True
-            self._trainer.notes.append(lost)
         whole = len(planned.part) == len(base.tensors)
         merged = base if whole else base.part(planned.part)
         export = self._plan_export(merged, planned.order, None if whole else planned.part)

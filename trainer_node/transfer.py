@@ -18,6 +18,7 @@ from orchestrator.processes.interfaces import address_towards
 from orchestrator.protocol.messages import Manifest, OpenTransferGroup, Rendezvous
 from trainer_node.export.bridge_export import BridgeExport
 from trainer_node.export.fp8_export import Fp8Export
+from trainer_node.export.fp8_steps import Fp8Steps
 from trainer_node.export.wire_export import WireExport
 from trainer_node.ranks import gpu, objects
 from trainer_node.ranks.abort_signal import AbortSignal
@@ -27,7 +28,7 @@ from weight_transfer.edges import Step, Table, in_turn
 from weight_transfer.groups import GroupListener, TransferGroup, open_listener
 
 log = logging.getLogger("splice.trainer")
-Export: TypeAlias = WireExport | BridgeExport | Fp8Export
+Export: TypeAlias = WireExport | BridgeExport | Fp8Export | Fp8Steps
 """What fills the chunks of an update."""
 OTHERS_S = 5.0
 """Seconds that the other ranks wait longer for workers than rank 0. Workers join rank 0 first, so
@@ -47,12 +48,12 @@ class Chunks:
     @property
     def steps(self) -> Sequence[Step] | None:
         """What every rank sends to each worker. None: rank 0 sends whole chunks."""
-        return self.export.steps if isinstance(self.export, WireExport) else None
+        return self.export.steps if isinstance(self.export, WireExport | Fp8Steps) else None
 
     @property
     def tables(self) -> Sequence[Table]:
         """What each worker receives, if every rank sends."""
-        return self.export.tables if isinstance(self.export, WireExport) else ()
+        return self.export.tables if isinstance(self.export, WireExport | Fp8Steps) else ()
 
 
 class Transfer:
@@ -208,17 +209,17 @@ class Transfer:
         try:
             if sends and self._groups:
                 self._sender_of(chunks)
-            if isinstance(chunks.export, Fp8Export):
+            if isinstance(chunks.export, Fp8Export | Fp8Steps):
                 chunks.export.prepare()
         except (RuntimeError, MemoryError) as error:  # a save must not fail for it; the send tries
             log.warning("the send is not prepared: %s", error)
-            if isinstance(chunks.export, Fp8Export):
+            if isinstance(chunks.export, Fp8Export | Fp8Steps):
                 chunks.export.forget_prepared()
 
     def forget_prepared(self) -> None:
         """Trust nothing that was prepared, because the weights may change now."""
         for chunks in self._chunks.values():
-            if isinstance(chunks.export, Fp8Export):
+            if isinstance(chunks.export, Fp8Export | Fp8Steps):
                 chunks.export.forget_prepared()
 
     def free_buffers(self) -> None:

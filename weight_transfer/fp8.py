@@ -33,8 +33,7 @@ E4M3_MAX = 448.0
 @torch.no_grad()
 def per_tensor(groups_GN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(e4m3 [G, N], fp32 scales [G])."""
-    scales_G = _largest(groups_GN, dim=1) / _limit(groups_GN)
-    inverse_G = scales_G.reciprocal().masked_fill_(scales_G == 0, 0.0)
+    scales_G, inverse_G = scales_of("per_tensor", largest(groups_GN))
     out_GN = torch.empty_like(groups_GN, dtype=torch.float8_e4m3fn)
     return torch.mul(groups_GN, inverse_G[:, None], out=out_GN), scales_G
 
@@ -42,8 +41,7 @@ def per_tensor(groups_GN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @torch.no_grad()
 def per_channel(rows_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(e4m3 [O, I], fp32 scales [O, 1])."""
-    limit = _limit(rows_OI)
-    scales_O1 = (_largest(rows_OI, dim=1) / limit).clamp_min(1.0 / (limit * 512))[:, None]
+    scales_O1 = scales_of("per_channel", largest(rows_OI))[0][:, None]
     out_OI = torch.empty_like(rows_OI, dtype=torch.float8_e4m3fn)
     return torch.div(rows_OI, scales_O1, out=out_OI), scales_O1
 
@@ -67,21 +65,48 @@ def per_block_by_torch(weights_TOI: torch.Tensor) -> tuple[torch.Tensor, torch.T
     whole = torch.nn.functional.pad(weights_TOI, padding) if any(padding) else weights_TOI
     blocks = whole.reshape(count, rows, FP8_BLOCK, columns, FP8_BLOCK)
     out = torch.empty_like(blocks, dtype=torch.float8_e4m3fn)
-    largest = torch.linalg.vector_norm(
+    largest_of_blocks = torch.linalg.vector_norm(
         blocks, ord=math.inf, dim=(2, 4), keepdim=True, dtype=torch.float32
     )
-    scales = largest.clamp(1e-4) / E4M3_MAX  # by a number, as vLLM's function does
-    torch.mul(blocks, 1.0 / scales, out=out)
+    scales, inverse = _scales_of_blocks(largest_of_blocks)
+    torch.mul(blocks, inverse, out=out)
     out_TOI = out.view(whole.shape)[:, :height, :width].contiguous()
     return out_TOI, scales.view(count, rows, columns)
 
 
-def _largest(values: torch.Tensor, *, dim: int) -> torch.Tensor:
-    """Largest magnitude along a dimension, in fp32."""
-    low, high = values.aminmax(dim=dim)
-    return torch.maximum(low.abs(), high.abs()).float()
+# ------------------------------------------------------------ where several ranks have a group
 
 
-def _limit(like: torch.Tensor) -> torch.Tensor:
-    """448 on a tensor's device: by a number, torch multiplies by its reciprocal on CUDA."""
-    return torch.tensor(E4M3_MAX, device=like.device)
+@torch.no_grad()
+def scales_of(kind: str, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales of groups, rows or blocks with these largest magnitudes, in fp32, and what
+    `rounded` takes."""
+    if kind == "per_block":
+        if largest.is_cuda:
+            from weight_transfer import fp8_kernels
+
+            return fp8_kernels.scales_of_blocks(largest, reciprocal=True, fast=True)
+        return _scales_of_blocks(largest)
+    limit = torch.tensor(E4M3_MAX, device=largest.device)  # by a number, CUDA would multiply
+    scales = largest / limit
+    if kind == "per_channel":
+        scales.clamp_min_(1.0 / (limit * 512))
+        return scales, scales
+    return scales, scales.reciprocal().masked_fill_(scales == 0, 0.0)
+
+
+@torch.no_grad()
+def rounded(kind: str, values: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> None:
+    """Quantise values to e4m3 by the factors of `scales_of`, which have as many dimensions."""
+    (torch.div if kind == "per_channel" else torch.mul)(values, factors, out=out)
+
+
+def _scales_of_blocks(largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = largest.clamp(1e-4) / E4M3_MAX  # by a number, as vLLM's function does
+    return scales, 1.0 / scales
+
+
+def largest(values_NI: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of each row, in fp32 [N]."""
+    low_N, high_N = values_NI.aminmax(dim=1)
+    return torch.maximum(low_N.abs(), high_N.abs()).float()

@@ -102,3 +102,39 @@ def per_block(
             enable_fp_fusion=False,
         )
     return out_TOI.view(torch.float8_e4m3fn), scales
+
+
+@triton.jit
+def _scales_kernel(
+    largest_ptr,
+    scales_ptr,
+    inverse_ptr,
+    count,
+    RECIPROCAL: tl.constexpr,
+    FAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    scale = block_scale(tl.load(largest_ptr + at, mask=at < count, other=0.0), RECIPROCAL)
+    tl.store(scales_ptr + at, scale, mask=at < count)
+    tl.store(inverse_ptr + at, inverse_of(scale, FAST), mask=at < count)
+
+
+def scales_of_blocks(
+    largest: torch.Tensor, *, reciprocal: bool, fast: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scales, factors) of blocks with these largest magnitudes, all fp32; queued as above."""
+    largest = largest.contiguous()
+    scales, inverse = torch.empty_like(largest), torch.empty_like(largest)
+    with torch.cuda.device_of(largest):
+        _scales_kernel[(triton.cdiv(largest.numel(), 1024),)](
+            largest,
+            scales,
+            inverse,
+            largest.numel(),
+            RECIPROCAL=reciprocal,
+            FAST=fast,
+            BLOCK=1024,
+            enable_fp_fusion=False,
+        )
+    return scales, inverse

@@ -20,7 +20,7 @@ from orchestrator.errors import NodeLost
 from tests.chaos import checker, history
 from tests.chaos.matrix import Matrix, as_table, write
 from tests.chaos.nemesis import Nemesis
-from tests.chaos.real import run_real
+from tests.chaos.real import TOPOLOGIES, run_real
 from tests.chaos.run import FIRST_JOB_S, JOB_WITHIN_S, Run, Settings, scratch, settings_of
 
 LONG_MINUTES = 5.0
@@ -81,6 +81,11 @@ def main() -> int:
     parser.add_argument(
         "--real", action="store_true", help="real Megatron and vLLM with the tiny model, on the CPU"
     )
+    parser.add_argument(
+        "--topology",
+        choices=sorted(TOPOLOGIES),
+        help="of real nodes: trainer's ranks, workers, replicas; default: the seed draws one",
+    )
     given = parser.parse_args()
     first = given.seed if given.seed is not None else random.SystemRandom().randrange(10**9)
     if given.matrix:
@@ -89,24 +94,33 @@ def main() -> int:
     while seed < first + given.runs or time.monotonic() < until_s:
         is_real = given.real or (given.hours > 0 and (seed - first) % 2 == 1)
         failed += not _held(
-            seed, LONG_MINUTES if given.hours else given.minutes, is_real=is_real, keep=given.keep
+            seed,
+            LONG_MINUTES if given.hours else given.minutes,
+            is_real=is_real,
+            keep=given.keep,
+            topology=given.topology,
         )
         seed += 1
     print(f"{seed - first - failed} of {seed - first} runs held every invariant")
     return 1 if failed else 0
 
 
-def _held(seed: int, minutes: float, *, is_real: bool, keep: bool) -> bool:
+def _held(
+    seed: int, minutes: float, *, is_real: bool, keep: bool, topology: str | None = None
+) -> bool:
     """One run; whether it violated nothing."""
     settings = settings_of(str(seed), minutes)
     print(f"seed {seed}: {'real nodes' if is_real else settings}", flush=True)
     folder = scratch() / "chaos"
     try:
-        violations = run_real(str(seed), minutes, folder) if is_real else one_run(settings, folder)
+        violations = (
+            run_real(str(seed), minutes, folder, topology) if is_real else one_run(settings, folder)
+        )
     except (TimeoutError, NodeLost) as error:
         violations = [f"the run itself did not come to its end: {error}"]
     if violations:
-        again = f"--seed {seed} --minutes {minutes:g}{' --real' if is_real else ''}"
+        shape = f" --topology {topology}" if topology else ""
+        again = f"--seed {seed} --minutes {minutes:g}{f' --real{shape}' if is_real else ''}"
         print(f"  {len(violations)} violations; everything is in {folder}; again: {again}")
         for violation in violations[:20]:
             print(f"  VIOLATED {violation}")

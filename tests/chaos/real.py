@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,19 @@ from tests.chaos.history import Event, History
 from tests.chaos.processes import ROOT
 
 PROMPT, ANSWER = [5, 17, 33, 101, 7, 9, 44, 12], [3, 4, 5, 6]
-NODES = {"orchestrator": "orchestrator", "trainer": "trainer", "inference": "inference-0"}
+TOPOLOGIES: dict[str, tuple[str, dict[str, int], int, int]] = {
+    "1-1": ("qwen3", {}, 1, 1),
+    "tp2-rep2": ("qwen3", {"tensor": 2}, 1, 2),
+    "ep2-tp2": ("qwen3_moe", {"expert": 2}, 2, 1),
+}
+"""Name -> architecture, the trainer's parallel sizes, workers of a replica, replicas."""
 SAME_NATS = 1e-4
 """Two answers of one version differ by less; those of two versions by more, with this learning
 rate.
 """
 JOB_S = 300.0
+BACK_S = 300.0
+"""Seconds in which all replicas serve the newest version again. vLLM may have to start."""
 LOSSES = {
     "cross_entropy": 10,
     "ends_the_process": 1,
@@ -75,9 +82,17 @@ def batch(dice: random.Random) -> tuple[Any, list[bytes]]:
 class Asking(threading.Thread):
     """Asks all the time, and writes down what each answer says under which name."""
 
-    def __init__(self, url: Callable[[], str], notes: History) -> None:
+    def __init__(self, url: str, notes: History) -> None:
         super().__init__(daemon=True)
         self.url, self.notes, self.stop, self.count = url, notes, threading.Event(), 0
+        self.last: str | None = None
+        """The name in the latest answer's header."""
+
+    def sees(self, version: int | None, *, until_s: float) -> bool:
+        """Whether an answer names this version before `time.monotonic()` is `until_s`."""
+        while self.last != str(version) and time.monotonic() < until_s:
+            time.sleep(0.1)
+        return self.last == str(version)
 
     def run(self) -> None:
         body = {
@@ -90,14 +105,13 @@ class Asking(threading.Thread):
         while not self.stop.is_set():
             with contextlib.suppress(httpx.HTTPError, KeyError, ValueError):
                 answer = httpx.post(
-                    f"{self.url()}/v1/completions", json=body, timeout=60.0, trust_env=False
+                    f"{self.url}/v1/completions", json=body, timeout=60.0, trust_env=False
                 )
                 if answer.status_code == 200:
                     rows = answer.json()["choices"][0]["prompt_logprobs"][1:]
                     said = [next(iter(row.values()))["logprob"] for row in rows]
-                    self.notes.note(
-                        "answered", header=answer.headers.get("x-splice-version"), logprobs=said
-                    )
+                    self.last = answer.headers.get("x-splice-version")
+                    self.notes.note("answered", header=self.last, logprobs=said)
                     self.count += 1
             time.sleep(0.05)
 
@@ -126,17 +140,19 @@ def apart(events: Iterable[Event]) -> list[str]:
     return found
 
 
-def run_real(seed: str, minutes: float, folder: Path) -> list[str]:
-    """What was violated."""
+def run_real(seed: str, minutes: float, folder: Path, topology: str | None = None) -> list[str]:
+    """What was violated. Without a topology the seed draws one."""
     dice, notes = random.Random(f"{seed} real"), History(folder / "history", "real")
-    model = folder / "model"
+    model, drawn = folder / "model", dice.choice(sorted(TOPOLOGIES))
+    arch, parallel, workers, replicas = TOPOLOGIES[topology or drawn]
+    print(f"  {topology or drawn}", flush=True)
     subprocess.run(
         [
             sys.executable,
             "-m",
             "trainer_node.tools.make_checkpoint",
             "--arch",
-            "qwen3",
+            arch,
             "--out",
             str(model),
         ],
@@ -155,34 +171,40 @@ def run_real(seed: str, minutes: float, folder: Path) -> list[str]:
         trainer={
             "max_restarts": 1000,
             "loss_modules": ("tests.trainer_node.launcher.poison",),
+            "parallel": parallel,
         },
         inference={
             "python": python,
             "max_model_len": 256,
             "cpu_kv_cache_gb": 0.1,
             "max_restarts": 1000,
+            "tensor_parallel": workers,
+            "replicas": replicas,
         },
     )
     problems: list[str] = []
     with Cluster(run, orchestrator_restarts=1000) as cluster:
         cluster.client.run(InitialSync(), timeout_s=JOB_S)
-        url = cluster.base_urls[0]
-        asking = Asking(lambda: url, notes)
-        asking.start()
+        everyone = [Asking(url, notes) for url in cluster.base_urls]
+        for asking in everyone:
+            asking.start()
         problems += _rage(cluster, dice, notes, until_s=time.monotonic() + 60 * minutes)
         began = time.monotonic()
         last, problem = _job(cluster, dice, loss="cross_entropy")
         problems += problem
         if last is None:
             problems.append("an ordinary job failed after the last fault")
-        print(
-            f"  {asking.count} answers; @{last} {time.monotonic() - began:.1f} s after the last "
-            "fault",
-            flush=True,
-        )
-        asking.stop.set()
-        asking.join(60)
-        pids = [p for n in NODES.values() for p in _processes(cluster, n)]
+        problems += [
+            f"{asking.url} does not serve @{last} {BACK_S:.0f} s after the last fault"
+            for asking in everyone
+            if not asking.sees(last, until_s=began + BACK_S)
+        ]
+        healthy_s, answers = time.monotonic() - began, [asking.count for asking in everyone]
+        print(f"  {answers} answers; @{last} {healthy_s:.1f} s after the last fault", flush=True)
+        for asking in everyone:
+            asking.stop.set()
+            asking.join(60)
+        pids = [p for n in cluster.launcher.nodes for p in _processes(cluster, n)]
     time.sleep(1.0)
     problems += [
         f"the process {p.pid} is left"
@@ -200,7 +222,7 @@ def _rage(cluster: Cluster, dice: random.Random, notes: History, *, until_s: flo
     problems, seconds, before = list[str](), 1.0, 0
     while time.monotonic() < until_s:
         node, fault, after_s = (
-            dice.choice(sorted(NODES.values())),
+            dice.choice(sorted(cluster.launcher.nodes)),
             dice.choice(("kill", "kill", "stop")),
             dice.uniform(0.0, 1.2 * seconds),
         )

@@ -77,14 +77,28 @@ def follow(cluster: Cluster, mode: str) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.parametrize(("mode", "workers"), [("in_place", 1), ("shadow", 1), ("in_place", 2)])
-def test_versions_reach_an_fp8_server(models: Any, tmp_path: Path, mode: str, workers: int) -> None:
-    plan = config(models["qwen3"], tmp_path, *FP8, mode=mode, workers=workers)
+@pytest.mark.parametrize(
+    ("mode", "workers", "parallel"),
+    [
+        ("in_place", 1, {}),
+        ("shadow", 1, {}),
+        ("in_place", 2, {}),
+        ("in_place", 2, {"tensor": 2}),
+    ],
+    ids=["in-place", "shadow", "1-tp2", "tp2-tp2"],
+)
+def test_versions_reach_an_fp8_server(
+    models: Any, tmp_path: Path, mode: str, workers: int, parallel: dict[str, int]
+) -> None:
+    """Where there are several ranks or workers, each piece is quantised by the rank that has it."""
+    plan = config(models["qwen3"], tmp_path, *FP8, mode=mode, workers=workers, parallel=parallel)
     with Cluster(plan) as cluster:
         first = cluster.client.run(InitialSync())
         assert first.unverified == {} and first.canary is not None
         for result in follow(cluster, mode):
             assert result.sent == "changed" and result.num_tensors < first.num_tensors
+    log = (plan.run_dir / "logs" / "orchestrator.log").read_text()
+    assert ("every rank sends each worker its own" in log) == (workers > 1)
 
 
 def test_a_trainer_killed_in_the_middle_of_an_fp8_transfer(

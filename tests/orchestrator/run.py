@@ -60,9 +60,11 @@ class Run:
         self.client = SpliceClient(endpoint=self.endpoint, run_token=TOKEN).__enter__()
         return self
 
-    def trainer(self, **kwargs):
-        node = FakeTrainer(endpoint=self.endpoint, node_id="trainer", token=TOKEN, **kwargs).start()
-        self.nodes.append(node)
+    def trainer(self, *, before=lambda node: None, **kwargs):
+        """`before` may script it: a request can come as soon as it has started."""
+        node = FakeTrainer(endpoint=self.endpoint, node_id="trainer", token=TOKEN, **kwargs)
+        before(node)
+        self.nodes.append(node.start())
         return node
 
     def replica(self, trainer, index=0):

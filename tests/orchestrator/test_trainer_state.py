@@ -387,14 +387,24 @@ class Launched:
         run.nodes.append(self.launcher.start())
         self.trainer = self.next()
 
-    def next(self) -> FakeTrainer:
+    def next(self, *script) -> FakeTrainer:
+        """Start the next one; `script` is what it gets of `dies_in`."""
+
+        def before(trainer) -> None:
+            if script:
+                kind, *settings = script
+                self._dies_in(trainer, kind, **(settings[0] if settings else {}))
+
         self.count += 1
-        self.trainer = self.run.trainer(start_id=f"start-{self.count}")
+        self.trainer = self.run.trainer(start_id=f"start-{self.count}", before=before)
         return self.trainer
 
-    def dies_in(self, kind: str, *, code: int = -9, is_silent: bool = False) -> None:
+    def dies_in(self, kind: str, **how) -> None:
         """Have the present trainer end in its next request of a kind, and start the next one."""
-        trainer, start_id = self.trainer, f"start-{self.count}"
+        self._dies_in(self.trainer, kind, **how)
+
+    def _dies_in(self, trainer, kind: str, *, code: int = -9, is_silent: bool = False) -> None:
+        start_id = f"start-{self.count}"
 
         def end(message) -> None:
             self.requests.append(message.request_id)
@@ -404,15 +414,10 @@ class Launched:
             trainer._stop.set()
             trainer.link.close()
             self.launcher.link.send(NodeEnded(node_id="trainer", start_id=start_id, code=code))
-            threading.Thread(target=self._replace).start()
+            script = self.again.pop() if self.again else ()
+            threading.Thread(target=self.next, args=script).start()
 
         trainer.script[kind] = end
-
-    def _replace(self) -> None:
-        self.next()
-        if self.again:
-            kind, *settings = self.again.pop()
-            self.dies_in(kind, **(settings[0] if settings else {}))
 
     again: list = []  # noqa: RUF012 - replaced, never changed
 

@@ -64,6 +64,31 @@ STREAMED_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """What steps hold, where that is not the manifest's tensors but is made of them.
+
+    `fill` then writes a step's merged pieces `widened` times as far apart.
+    """
+
+    specs: Sequence[TensorSpec]
+    order: Sequence[int]
+    """Their indices in the order in which they travel."""
+    base_of: Sequence[int | None]
+    """Index in the manifest of the tensor that each is made of, box by box. None: every rank makes
+    it whole."""
+    widened: int
+
+    def holders(self, of_manifest: Sequence[edges.Holders], ranks: int) -> list[edges.Holders]:
+        """Who holds what of each."""
+        return [
+            [(tuple(range(ranks)), Box(0, height, 0, width))] if base is None else of_manifest[base]
+            for base, (height, width) in zip(
+                self.base_of, (matrix(spec.shape) for spec in self.specs), strict=True
+            )
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LocalTensor:
     """This rank's part of an HF tensor, as boxes."""
 
@@ -153,6 +178,7 @@ class WireExport:
         order: chunks of manifest indices; every index exactly once.
         keeps: what each worker keeps of the manifest. Every rank then sends to each worker what it
             keeps. None: rank 0 sends whole chunks.
+        sent: what is sent, if not the manifest's tensors; `keeps` counts in it.
 
     Raises (on every rank alike):
         PartitionError: the ranks' pieces are not whole tensors.
@@ -167,6 +193,7 @@ class WireExport:
         order: Sequence[Sequence[int]],
         *,
         keeps: Sequence[edges.Keeps] | None = None,
+        sent: Sent | None = None,
     ) -> None:
         specs, rank = manifest.tensors, torch.distributed.get_rank()
         _check_order([spec.name for spec in specs], order)
@@ -206,21 +233,22 @@ class WireExport:
         """What each worker receives; on rank 0, which answers."""
         plans: list[ChunkPlan] = []
         if keeps is not None:
-            indices = [i for chunk in order for i in chunk]
-            planned = edges.plan(
-                specs, holders(holdings, specs), keeps, order=indices, ranks=len(everyones)
+            sent = sent or Sent(
+                specs=specs,
+                order=[i for chunk in order for i in chunk],
+                base_of=range(len(specs)),
+                widened=1,
             )
-            sent, _ = edges.bytes_of(planned, specs, ranks=len(everyones), workers=len(keeps))
-            if max(sent) > MOST_SENT * manifest.nbytes:
-                raise PartitionError(
-                    f"a rank would send {max(sent):,} bytes to a replica, because its workers keep "
-                    "the same; one broadcast is faster"
-                )
-            self.steps = edges.steps_of_rank(planned, rank, specs)
+            held_by = sent.holders(holders(holdings, specs), len(everyones))
+            planned = edges.plan(sent.specs, held_by, keeps, order=sent.order, ranks=len(everyones))
+            _check_sent(planned, sent.specs, ranks=len(everyones), workers=len(keeps))
+            self.steps = edges.steps_of_rank(planned, rank, sent.specs)
             if rank == 0:
                 self.tables = [edges.table_of(planned, worker) for worker in range(len(keeps))]
-            self._nbytes = [step.nbytes for step in self.steps]
-            mine = [_step_members(step, specs, mine_by_name, adapter_of) for step in self.steps]
+            mine = [
+                _step_members(step, sent, specs, mine_by_name, adapter_of) for step in self.steps
+            ]
+            self._nbytes = [nbytes for nbytes, _ in mine]
         else:
             plans = lay_out(specs, order, assign(holdings, specs), ranks=len(everyones))
             self._nbytes = [plan.nbytes for plan in plans]
@@ -387,8 +415,20 @@ def _own_members(
     return (plan.nbytes if rank == 0 else plan.messages[rank]), members
 
 
+def _check_sent(
+    planned: edges.Edges, specs: Sequence[TensorSpec], *, ranks: int, workers: int
+) -> None:
+    sent, _ = edges.bytes_of(planned, specs, ranks=ranks, workers=workers)
+    if max(sent) > MOST_SENT * sum(spec.nbytes for spec in specs):
+        raise PartitionError(
+            f"a rank would send {max(sent):,} bytes to a replica, because its workers keep "
+            "the same; one broadcast is faster"
+        )
+
+
 def _step_members(
     step: edges.Step,
+    sent: Sent,
     specs: Sequence[TensorSpec],
     tensors: Mapping[str, LocalTensor],
     adapter_of: Mapping[str, Delta],
@@ -396,11 +436,14 @@ def _step_members(
     """This rank's members of a step."""
     members: list[Member] = []
     for placed in step.placed:
-        tensor, box = tensors[specs[placed.piece.index].name], placed.piece.box
+        base, box = sent.base_of[placed.piece.index], placed.piece.box
+        if base is None:
+            continue
+        tensor, offset = tensors[specs[base].name], placed.offset * sent.widened
         members += tensor.members(
-            box, adapter_of.get(tensor.name), offset=placed.offset, row_stride=box.columns
+            box, adapter_of.get(tensor.name), offset=offset, row_stride=box.columns
         )
-    return step.nbytes, members
+    return step.nbytes * sent.widened, members
 
 
 def _placed_members(

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +22,17 @@ import torch.distributed as dist
 
 from orchestrator.errors import SpliceError, TransferTimeout
 from orchestrator.protocol.config import LoraConfig
-from orchestrator.protocol.messages import Manifest
+from orchestrator.protocol.messages import (
+    Fp8Group,
+    Fp8Weights,
+    Manifest,
+    TensorSpec,
+    fp8_manifest,
+    fp8_scale,
+)
 from tests.trainer_node.export.wire_orders import shuffled_order, vllm_order
 from tests.trainer_node.worker import make_trainer, random_adapters
-from trainer_node.export import wire_export
+from trainer_node.export import fp8_steps, wire_export
 from trainer_node.export.gather_plan import PartitionError
 from trainer_node.export.merged import Exporter
 from trainer_node.export.wire_export import WireExport, supports
@@ -33,9 +41,10 @@ from trainer_node.ranks import objects
 from trainer_node.ranks.lockstep import Lockstep, OutOfStep, has_diverged
 from trainer_node.request import NotReady
 from trainer_node.training.trainer import Trainer
-from weight_transfer import edges
+from weight_transfer import edges, fp8
 from weight_transfer.boxes import Box, matrix
 from weight_transfer.digest import tensor_digest
+from weight_transfer.layout import as_bytes
 
 LIMIT_S = 60.0
 BROKEN = 0xA5
@@ -152,7 +161,74 @@ def check_edges(
     with pytest.raises(PartitionError, match="one broadcast is faster"):
         WireExport(model, manifest, order, keeps=[whole] * (2 * dist.get_world_size()))
     expected = {n: t.clone().contiguous().cpu() for n, t in exporter.merged_tensors()}
-    assert export.steps is not None and len(export.steps) > 2
+    check_steps(model, export, specs, keeps, expected)
+    if model.config.dtype == "bfloat16":
+        for kind in ("per_tensor", "per_channel", "per_block"):
+            check_fp8_steps(model, manifest, expected, kind)
+
+
+def check_fp8_steps(
+    model: Model, manifest: Manifest, merged: dict[str, torch.Tensor], kind: Any
+) -> None:
+    """The same of weights that travel as FP8, whose scales are made of pieces of several ranks."""
+    specs = manifest.tensors
+    matrices = [i for i, s in enumerate(specs) if len(s.shape) == 2 and s.dtype == "bfloat16"]
+    assert len(matrices) > 12
+    groups = [tuple(matrices[n : n + 3]) for n in range(0, len(matrices) - 3, 4)]  # some stay bf16
+    weights = Fp8Weights(groups=tuple(Fp8Group(kind=kind, tensors=group) for group in groups))
+    sent = fp8_manifest(manifest, weights)
+    keeps = random_keeps(sent, workers=3)
+    order = shuffled_order(len(sent.tensors), 4, seed=6)
+    own, made, scales = fp8_steps.plan(manifest, sent, weights, order, None)
+    assert own == tuple(range(len(manifest.tensors)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(edges, "PIECE_BYTES", 900)
+        patch.setattr(edges, "STEP_BYTES", 20_000)
+        export = WireExport(model, manifest, [list(own)], keeps=keeps, sent=made)
+    quantised = fp8_steps.Fp8Steps(
+        export,
+        made,
+        scales,
+        group=model.gather_group,
+        rounding=lambda: model.rounding,
+        device=model.device,
+    )
+    expected = dict(merged)
+    for group in groups if is_root() else ():
+        names = [manifest.tensors[i].name for i in group]
+        values = [merged[name] for name in names]
+        if kind == "per_tensor":
+            flat, scale = fp8.per_tensor(torch.cat([v.flatten() for v in values])[None])
+            each = [(part, scale) for part in flat[0].split([v.numel() for v in values])]
+        elif kind == "per_channel":
+            each = [fp8.per_channel(value) for value in values]
+        else:
+            each = [fp8.per_block_by_torch(value[None]) for value in values]
+        for name, (weight, scale) in zip(names, each, strict=True):
+            expected[name], expected[fp8_scale(name, kind)] = weight.contiguous(), scale
+    check_steps(model, quantised, sent.tensors, keeps, expected)
+    for p in model.modules[0].parameters():
+        p.data.mul_(2.0)
+    quantised.forget_prepared()
+    export.start(limit=time.monotonic() + LIMIT_S)
+    quantised.prepare()
+    before = quantised._scales_S.clone()
+    quantised.start(limit=time.monotonic() + LIMIT_S)
+    assert not torch.equal(quantised._scales_S, before), "scales of old weights"
+    for p in model.modules[0].parameters():
+        p.data.mul_(0.5)
+
+
+def check_steps(
+    model: Model,
+    export: WireExport | fp8_steps.Fp8Steps,
+    specs: Sequence[TensorSpec],
+    keeps: Sequence[edges.Keeps],
+    expected: dict[str, torch.Tensor],
+) -> None:
+    """One send, from all ranks to all workers."""
+    assert export.steps is not None
+    assert len(export.steps) > 2
     export.start(limit=time.monotonic() + LIMIT_S)
     filled = []
     for k, step in enumerate(export.steps):
@@ -191,7 +267,7 @@ def check_edges(
                 wanted = wanted.narrow(0, box.first_row, box.rows)
                 wanted = wanted.narrow(1, box.first_column, box.columns)
                 got = edges.view_of_piece(buffer_B, placed, spec)
-                assert torch.equal(got, wanted), (spec.name, box)
+                assert torch.equal(as_bytes(got), as_bytes(wanted)), (spec.name, box)
 
 
 def check_failures(

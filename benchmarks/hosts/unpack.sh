@@ -20,6 +20,8 @@ for name in $names; do
     python3 -m venv --without-pip "$into/$name"
     scripts=$(grep -lI '^#!.*/bin/python' "$into/$name"/bin/*) || true
     [ -z "$scripts" ] || sed -i "1s|^#!.*|#!$into/$name/bin/python|" $scripts
-    [ -z "$source" ] || for path in "$into/$name"/lib/python*/site-packages/__editable__*.pth; do echo "$source" >"$path"; done
+    for path in "$into/$name"/lib/python*/site-packages/__editable__*.pth; do
+        [ -z "$source" ] || [ ! -e "$path" ] || echo "$source" >"$path"
+    done
 done
 touch "$into/whole"

@@ -15,15 +15,21 @@ from __future__ import annotations
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
+from megatron.bridge.models.gemma.gemma3_provider import Gemma3SelfAttention
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 from orchestrator.protocol.config import TrainerConfig
 
+_FORWARDS = (Attention.forward, MultiLatentAttention.forward, Gemma3SelfAttention.forward)
+"""Of layers that take a rotary table as long as the pack, and attend by their core only."""
 _BOTTOM_RIGHT = types.SimpleNamespace(name="padding_causal_bottom_right")
 """TransformerEngine's name; Megatron (0.19.2) has no member for it, and passes names on."""
 
@@ -52,34 +58,38 @@ def obstacle(module: Any, provider: Any, config: TrainerConfig) -> str | None:
         return f"positions are of the kind {provider.position_embedding_type}"
     for layer in module.decoder.layers:
         kind = type(layer.self_attention)
-        if not issubclass(kind, Attention) or kind.forward is not Attention.forward:
+        core = getattr(layer.self_attention, "core_attention", None)
+        if kind.forward not in _FORWARDS or not isinstance(core, TEDotProductAttention):
             return f"{kind.__name__} attends in its own way"
     return None
 
 
 def follow(module: Any) -> None:
-    """Hook on the rotary table and the attention of every layer, once."""
-    module.rotary_pos_emb.register_forward_hook(_at_positions)
+    """Hook on the rotary tables and the attention of every layer, once."""
+    # Multi-latent attention has a table in each layer, other models have one.
+    tables = [getattr(part, "rotary_pos_emb", None) for part in module.modules()]
+    for table in set(filter(None, tables)):
+        table.register_forward_hook(partial(_at_positions, module))
     for layer in module.decoder.layers:
         core = layer.self_attention.core_attention
         core.register_forward_pre_hook(_along_paths, with_kwargs=True)
 
 
 def use(module: Any, positions_L: torch.Tensor | None) -> None:
-    """Give the tokens of the next forward pass these positions. None: they restart where a sequence
+    """Give the tokens of the next pass these positions. None: they restart where a sequence
     begins."""
-    if hasattr(module, "rotary_pos_emb"):
-        module.rotary_pos_emb.positions_L = positions_L
+    module.positions_L = positions_L
 
 
-def _at_positions(rotary: Any, _args: Any, table: Any) -> Any:
+def _at_positions(module: Any, _rotary: Any, _args: Any, table: Any) -> Any:
     """Megatron takes a table as long as the pack to be the tokens' own."""
-    positions_L = getattr(rotary, "positions_L", None)
+    positions_L = getattr(module, "positions_L", None)
     if positions_L is None:
         return table
     if isinstance(table, tuple):  # YaRN's has its scale next to it
-        return (table[0].index_select(0, positions_L), *table[1:])
-    return table.index_select(0, positions_L)
+        return (_at_positions(module, _rotary, _args, table[0]), *table[1:])
+    # Gemma 3 has two tables in one, for its two kinds of layers.
+    return table.index_select(table.dim() - 4, positions_L)
 
 
 def _along_paths(_core: Any, args: Any, kwargs: Any) -> Any:
@@ -119,9 +129,13 @@ class _Copied(torch.autograd.Function):
 def copy_load(provider: Any) -> float:
     """Memory of a token's keys and values, of what a layer keeps of a token: the inputs of its
     halves, normed and not, queries, keys, values, what they give, and the gated inner layer."""
-    heads = provider.num_attention_heads * provider.kv_channels
-    copied = 2 * (provider.num_query_groups or provider.num_attention_heads) * provider.kv_channels
+    heads, width = provider.num_attention_heads, provider.kv_channels
+    copied = 2 * (provider.num_query_groups or heads) * width
+    given = 2 * heads * width
+    if provider.multi_latent_attention:
+        width = provider.qk_head_dim + provider.qk_pos_emb_head_dim
+        copied = given = heads * (width + provider.v_head_dim)
     inner = provider.ffn_hidden_size
     if provider.num_moe_experts:
         inner = provider.moe_router_topk * provider.moe_ffn_hidden_size
-    return float(copied / (4 * provider.hidden_size + 2 * heads + copied + 3 * inner))
+    return float(copied / (4 * provider.hidden_size + given + copied + 3 * inner))

@@ -30,6 +30,9 @@ class MemoryModel:
         """Return the peak bytes of a pack with this many tokens."""
         return self.fixed_bytes + self.bytes_per_token * tokens
 
+    def __str__(self) -> str:
+        return f"{self.fixed_bytes / 1e9:.2f} GB + {self.bytes_per_token / 1e3:,.1f} KB a token"
+
 
 def fit(samples: Sequence[tuple[int, int]]) -> MemoryModel:
     """Fit a line through (tokens, peak bytes) by least squares.

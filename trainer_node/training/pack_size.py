@@ -96,8 +96,13 @@ def _measured(trainer: Trainer) -> tuple[RankMemory, ...]:
     gathered = objects.all_gather(asdict(own), group=trainer.model.control_group)
     everyones = tuple(RankMemory.of(fields) for fields in gathered)
     log.info(
-        "memory model: %s; packs of %d tokens; sequences of at most %d, to score %d",
-        own,
+        "memory model: %s with every activation kept, %s with every layer recomputed, %s forward "
+        "only; room %.2f GB -> packs of %d tokens; the longest sequence to train on has %d, to "
+        "score %d",
+        own.kept,
+        own.recomputed,
+        own.scored,
+        own.room_bytes / 1e9,
         *(min(getattr(rank, name) for rank in everyones) for name in _LIMITS),
     )
     if not min(rank.pack_tokens for rank in everyones):

@@ -70,14 +70,18 @@ def bundles(
 def _common(batch: Batch, starts: Sequence[int], first: int, second: int) -> int:
     """First tokens that two sequences share; 0 where they are too few."""
     length = min(batch.lengths[first], batch.lengths[second])
-    ours, theirs = (slice(starts[i], starts[i] + length) for i in (first, second))
+    needed = math.ceil(LEAST_SHARE * batch.lengths[second])
     tokens_T = batch.tokens_T.numpy()
+    last = [tokens_T[starts[i] + needed - 1] for i in (first, second) if needed <= length]
+    if len(last) < 2 or last[0] != last[1]:  # most neighbours, at once
+        return 0
+    ours, theirs = (slice(starts[i], starts[i] + length) for i in (first, second))
     differs = tokens_T[ours] != tokens_T[theirs]
     if batch.routed_experts_T is not None:
         experts_T = batch.routed_experts_T.numpy()
         differs |= (experts_T[ours] != experts_T[theirs]).any(axis=(1, 2))
     common = int(differs.argmax()) if differs.any() else length
-    return common if common >= LEAST_SHARE * batch.lengths[second] else 0
+    return common if common >= needed else 0
 
 
 def _cut(

@@ -133,7 +133,7 @@ def _packed(model: Model, micro: MicroBatch, first_row: int) -> PackedSeqParams:
         assert micro.cu_paths is not None
         along = _bounds(micro.cu_seqlens, micro.max_seqlen, micro.cu_paths, micro.max_path)
         # To all but attention the pack is one sequence, whose rotary table `model.paths` makes.
-        whole = micro.cu_seqlens[:: len(micro.cu_seqlens) - 1]
+        whole = micro.cu_seqlens[:: len(micro.cu_seqlens) - 1].contiguous()
         packed = _bounds(whole, micro.max_path, whole, micro.max_path)
         packed.paths = paths.Paths(runs=micro.paths, packed=along)  # type: ignore[attr-defined]
     # Travels with what the layers get, and so reaches a recomputed one as well.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -93,6 +94,12 @@ def init(
     gpus: Annotated[
         str | None, typer.Option(help="GPUs to use, such as 0,1. Default: all; '': the CPU.")
     ] = None,
+    job_gpus: Annotated[
+        str | None,
+        typer.Option(
+            help="GPUs of a job and the GB of each, such as 16x80, for a host that has none."
+        ),
+    ] = None,
     name: Annotated[str, typer.Option(help="The served alias.")] = "policy",
     trainer_python: Annotated[
         Path, typer.Option(help="Interpreter of the trainer environment.")
@@ -126,7 +133,7 @@ def init(
         folder,
         model=model,
         name=name,
-        gpus=_chosen_gpus(gpus),
+        gpus=_chosen_gpus(gpus) if job_gpus is None else _gpus_of_job(job_gpus),
         trainer_python=Path(os.path.abspath(trainer_python)),
         inference_python=Path(os.path.abspath(inference_python)),
         **of_recipe,
@@ -142,11 +149,26 @@ def init(
         typer.echo(json.dumps({"file": os.path.abspath(path), "chosen": chosen}))
         return
     _say(f"wrote {path}: {chosen}")
-    _say(f"next: splice {'train' if chosen_recipe else 'up'} {path}")
+    command = chosen_recipe.command if chosen_recipe else "up"
+    where = "" if job_gpus is None else " --on slurm"
+    _say(f"next: splice {command} {path}{where}")
+
+
+def _gpus_of_job(text: str) -> list[Gpu]:
+    count, times, memory_gb = text.partition("x")
+    if not (times and count.isdecimal() and memory_gb.isdecimal() and int(count) > 0):
+        raise ConfigError(f"--job-gpus is GPUs and the GB of each, such as 16x80; got {text!r}")
+    memory_mib = int(memory_gb) * 10**9 // 2**20
+    return [Gpu(index=i, name="", memory_mib=memory_mib, driver="") for i in range(int(count))]
 
 
 def _chosen_gpus(text: str | None) -> list[Gpu]:
     found = list(list_gpus())
+    if text is None and not found and shutil.which("sbatch"):
+        raise ConfigError(
+            "this host has no GPU but Slurm's sbatch, as a login node does. Name the job's GPUs "
+            "and the GB of each, such as --job-gpus 16x80; for this host's CPU, --gpus ''"
+        )
     if text is None:
         return found
     try:
@@ -502,17 +524,19 @@ def show(file: FileArgument = _HERE, overrides: Overrides = None) -> None:
 def check(file: FileArgument = _HERE, overrides: Overrides = None) -> None:
     """Check the file, and that model, interpreters, GPUs and ports on this host fit it."""
     from splice.train import command
-    from splice.train.sections import SftFile, TrainFile
+    from splice.train.sections import SFT_LOSS, SftFile, TrainFile
 
     values = read(file)
     if not TRAINING & values.keys():
         up.check(load(file, overrides or ()))
     else:
-        loop = values.get("loop", {})
+        loop, loss = values.get("loop", {}), values.get("loss", {})
         has_reward = "reward" in loop or any("loop.reward" in o for o in overrides or ())
-        run = load_as(TrainFile if has_reward else SftFile, file, overrides or ())
-        command.plan(run, folder_of(file))
+        is_sft = not has_reward or loss.get("name") == SFT_LOSS
+        run = load_as(SftFile if is_sft else TrainFile, file, overrides or ())
+        made = command.plan(run, folder_of(file))
         up.check(run)
+        typer.echo(command.step_text(made))
     typer.echo("ok")
 
 

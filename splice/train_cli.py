@@ -38,73 +38,75 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 KeepUp = Annotated[bool, typer.Option("--keep-up", help="Leave the run up at the end, serving.")]
+Join = Annotated[
+    bool, typer.Option("--join", help="Train a run whose roles others start, and end it.")
+]
+DataFolder = Annotated[
+    Path | None, typer.Option(help="Folder to which data and rewards are relative.")
+]
 _HERE = Path()
 
 
-@app.command()
-def train(
-    file: FileArgument = _HERE,
-    overrides: Overrides = None,
-    keep_up: KeepUp = False,
-    timeout_s: TimeoutS = UP_TIMEOUT_S,
-    on: On = "host",
-    dry_run: DryRun = False,
-    gpus_per_host: GpusPerHost = 8,
-    cpus_per_gpu: CpusPerGpu = 8,
-    memory_per_gpu: MemoryPerGpu = 64,
-    sbatch: Sbatch = "",
-    ray_address: RayAddress = "auto",
-    trainer_image: TrainerImage = "",
-    inference_image: InferenceImage = "",
-    claim: Claim = "splice-run",
-    join: Annotated[
-        bool, typer.Option("--join", help="Train a run whose roles others start, and end it.")
-    ] = False,
-    data_folder: Annotated[
-        Path | None, typer.Option(help="Folder to which data and rewards are relative.")
-    ] = None,
-) -> None:
+def _command(name: str, about: str) -> None:
+    """Add a command that trains what a file says."""
+
+    @app.command(name, help=about)
+    def command(
+        file: FileArgument = _HERE,
+        overrides: Overrides = None,
+        keep_up: KeepUp = False,
+        timeout_s: TimeoutS = UP_TIMEOUT_S,
+        on: On = "host",
+        dry_run: DryRun = False,
+        gpus_per_host: GpusPerHost = 8,
+        cpus_per_gpu: CpusPerGpu = 8,
+        memory_per_gpu: MemoryPerGpu = 64,
+        sbatch: Sbatch = "",
+        ray_address: RayAddress = "auto",
+        trainer_image: TrainerImage = "",
+        inference_image: InferenceImage = "",
+        claim: Claim = "splice-run",
+        join: Join = False,
+        data_folder: DataFolder = None,
+    ) -> None:
+        from splice.train import sections
+
+        run = _loaded(getattr(sections, _FILES[name]), file, overrides)
+        elsewhere = None
+        if on != "host" or dry_run:
+            elsewhere = Elsewhere(
+                on=on,
+                dry_run=dry_run,
+                gpus_per_host=gpus_per_host,
+                cpus_per_gpu=cpus_per_gpu,
+                memory_per_gpu=memory_per_gpu,
+                sbatch=sbatch,
+                ray_address=ray_address,
+                trainer_image=trainer_image,
+                inference_image=inference_image,
+                claim=claim,
+            )
+        folder = (data_folder or folder_of(file)).absolute()
+        _run(run, folder, elsewhere, keep_up=keep_up, join=join, timeout_s=timeout_s)
+
+
+_FILES = {"train": "TrainFile", "sft": "SftFile"}
+_command(
+    "train",
     """Train what a run.toml says, from checks to the adapter. The same command continues.
 
     On Slurm, Ray or Kubernetes the loop is one of the roles: it publishes @0, trains, and ends the
     run. `splice logs loop` shows its progress.
-    """
-    from splice.train.sections import TrainFile
-
-    run = _loaded(TrainFile, file, overrides)
-    elsewhere = None
-    if on != "host" or dry_run:
-        elsewhere = Elsewhere(
-            on=on,
-            dry_run=dry_run,
-            gpus_per_host=gpus_per_host,
-            cpus_per_gpu=cpus_per_gpu,
-            memory_per_gpu=memory_per_gpu,
-            sbatch=sbatch,
-            ray_address=ray_address,
-            trainer_image=trainer_image,
-            inference_image=inference_image,
-            claim=claim,
-        )
-    folder = (data_folder or folder_of(file)).absolute()
-    _run(run, folder, elsewhere, keep_up=keep_up, join=join, timeout_s=timeout_s)
-
-
-@app.command()
-def sft(
-    file: FileArgument = _HERE,
-    overrides: Overrides = None,
-    keep_up: KeepUp = False,
-    timeout_s: TimeoutS = UP_TIMEOUT_S,
-) -> None:
+    """,
+)
+_command(
+    "sft",
     """Train on given answers: rows with `prompt` and `completion`, or with whole `messages`.
 
-    The file is that of `splice train`, without a reward. The same command continues.
-    """
-    from splice.train.sections import SftFile
-
-    run = _loaded(SftFile, file, overrides)
-    _run(run, folder_of(file), None, keep_up=keep_up, join=False, timeout_s=timeout_s)
+    The file is that of `splice train`, without a reward. The same command continues, and runs on
+    Slurm, Ray or Kubernetes as `splice train` does.
+    """,
+)
 
 
 def _loaded(model: type[R], file: Path, overrides: list[str] | None) -> R:

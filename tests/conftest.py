@@ -95,6 +95,7 @@ WHOLE = (
     "tests/rl/test_router_replay.py::test_the_trainer_uses_the_experts",
     "tests/rl/test_examples.py::test_rl_starts_from_what_sft_published",
     "tests/rl/test_examples.py::test_a_loss_of_ones_own",
+    "tests/rl/test_examples.py::test_the_notebook",
 )
 COVERING = (
     "*test_parity.py*dense_tied-tp2-lora-rl*",

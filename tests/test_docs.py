@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer.main
 
 import splice
 from orchestrator.errors import ErrorCode
 from splice import rl
+from splice.cli import app
 from tests.readme import ROOT
 
 BROKEN = (
@@ -84,3 +86,16 @@ def test_every_error_code_has_its_section() -> None:
     for section in text.split("\n## `")[1:]:
         labels = re.findall(r"^- \*\*(.+):\*\*", section.split("\n## ")[0], re.MULTILINE)
         assert labels == ["You see", "Why", "Do"], section[:30]
+
+
+def test_the_comparison_counts_what_its_tables_have() -> None:
+    page = (ROOT / "docs/compare.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    own = [row for row in rows if len(row) == 3 and row[1] in ("yes", "part", "no")]
+    others = [row for row in rows if len(row) == 8 and row[1] in ("yes", "part", "\u2013")]
+    assert [row[0] for row in own] == [row[0] for row in others] and len(own) == 25
+    found = [row[1] for row in own]
+    said = f"splice has {found.count('yes')}, and {found.count('part')} in part."
+    assert said in page and all(row[2] != "nothing" or row[1] == "no" for row in own)
+    commands = typer.main.get_group(app).commands
+    assert set(re.findall(r"`splice (\w+)", page)) <= set(commands)

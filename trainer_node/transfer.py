@@ -288,8 +288,9 @@ def _rank_and_world_size() -> tuple[int, int]:
 
 
 def _own_host(host: str) -> str:
-    """Address at which workers reach a rank other than 0; `host` if all are on one host."""
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+    """Address at which workers reach a rank other than 0; `host` on rank 0's host, where the route
+    to MASTER_ADDR may be the loopback interface."""
+    if os.environ["RANK"] == os.environ["LOCAL_RANK"]:
         return host
     return address_towards(os.environ["MASTER_ADDR"])
 

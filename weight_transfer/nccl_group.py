@@ -285,6 +285,8 @@ class NcclListener:
                 # bytes; before cupy 14 a tuple of signed chars
                 self._unique_id = nccl.get_unique_id()
         self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._warming_up: NcclSenderGroup | None = None
         self._rendezvous = Rendezvous(
             transport="nccl",
             host=host,
@@ -326,18 +328,28 @@ class NcclListener:
         late.daemon = True
         late.start()
         try:
+            with self._lock:
+                self._warming_up = group
+            if self._closed.is_set():
+                raise TransferAborted("transfer aborted: the listener was closed")
             group.warm_up(deadline_s=left_s)
         except BaseException:
             group.close()
             raise
         finally:
             late.cancel()
+            with self._lock:
+                self._warming_up = None
         return group
 
     def close(self) -> None:
         """See `GroupListener.close`."""
         self._closed.set()
         self._unique_id = None
+        with self._lock:
+            group = self._warming_up
+        if group is not None:
+            group.abort("the listener was closed while the workers joined")
 
 
 class _Init:

@@ -17,7 +17,7 @@ import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
@@ -122,6 +122,8 @@ class RouterSection(Settings):
 class RunFile(Settings):
     """Everything that is to be known about a run."""
 
+    LOOP: ClassVar[Literal["train", "sft"]] = "train"
+    """The command that runs its loop, where it has one."""
     name: Annotated[str, AfterValidator(check_alias_name)]
     """The served alias; versions are served as name@N."""
     model: Path

@@ -41,7 +41,7 @@ class Role:
     """
 
     name: str
-    kind: Literal["serve", "trainer", "inference", "router", "train"]
+    kind: Literal["serve", "trainer", "inference", "router", "train", "sft"]
     command: tuple[str, ...]
     gpus: int = 0
     hosts: int = 1
@@ -97,7 +97,7 @@ def roles_of(
     def role(name: str, kind: Any, *more: str, **needs: int) -> Role:
         keys, command = None, (kind, str(file), *more)
         if is_spread and kind != "serve":
-            keys = keys_of(run, CLIENT_KEYS if kind in ("router", "train") else name)
+            keys = keys_of(run, CLIENT_KEYS if kind in ("router", run.LOOP) else name)
         if is_spread and kind in ("inference", "router"):
             command += ("--set", f"{kind}.host=0.0.0.0")
         return Role(name=name, kind=kind, command=command, keys=keys, **needs)
@@ -116,7 +116,7 @@ def roles_of(
         ),
         *([role("router", "router")] if run.has_router else []),
         *(
-            [role("loop", "train", "--join", "--data-folder", str(data_folder))]
+            [role("loop", run.LOOP, "--join", "--data-folder", str(data_folder))]
             if data_folder is not None
             else []
         ),

@@ -20,6 +20,11 @@ def training():
     return problems()[HELD_OUT:]
 
 
+def solved():
+    """Rows to train on, with their answers."""
+    return [{**row, "completion": f" {row['answer']}."} for row in training()]
+
+
 def held_out():
     """Rows to evaluate on."""
     return problems()[:HELD_OUT]

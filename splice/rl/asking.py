@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,6 +20,8 @@ from splice.rl.turns import Turn
 
 log = logging.getLogger("splice.rl")
 T = TypeVar("T")
+SAY_EVERY_S = 60.0
+"""Least time between two log lines about lost requests that are not trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +32,14 @@ class Place:
         group: number of its group, over the whole loop.
         sample: its place in the group.
         prompt: index of the group's prompt.
+        replaced: how many prompts had the group's place before.
     """
 
     step: int
     group: int
     sample: int
     prompt: int
+    replaced: int = 0
 
     @property
     def named(self) -> dict[str, Any]:
@@ -65,6 +70,7 @@ class Asking:
     def __init__(self, context: Context) -> None:
         self._sampler, self._sampling = context.sampler, context.config.sampling
         self._made, self._log, self._meter = context.past.made, context.log, context.meter
+        self._lost, self._silent_until_s = 0, 0.0
 
     async def turn(
         self, asked: Row, place: Place, *, turn: int, lost: list[int], **more: Any
@@ -74,7 +80,7 @@ class Asking:
         Args:
             lost: gets the number of a turn for each of its attempts that was lost.
         """
-        more = {"seed": request_seed(self._sampling, place.group, place.sample, turn), **more}
+        more = {"seed": request_seed(self._sampling, place, turn), **more}
         for attempt in itertools.count():
             admitted = self._made.newest
             of: dict[str, Any] = {**place.named, "turn": turn, "attempt": attempt}
@@ -99,12 +105,12 @@ class Asking:
 
     async def untrained(self, asked: Row, **more: Any) -> Answer:
         """Return an answer that is not trained on."""
-        return await _until_whole(lambda: self._once(asked, self._made.newest, **more))
+        return await self._until_whole(lambda: self._once(asked, self._made.newest, **more))
 
     async def encode(self, prompt: str | Row, *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text, or of a row, as the server encodes them."""
         row, add = {"prompt": prompt} if isinstance(prompt, str) else prompt, add_special_tokens
-        return await _until_whole(lambda: self._sampler.encode(row, add_special_tokens=add))
+        return await self._until_whole(lambda: self._sampler.encode(row, add_special_tokens=add))
 
     async def _once(self, asked: Row, admitted: int, **more: Any) -> Answer:
         """A replica that was cut off may serve an old version for minutes. An answer that begins
@@ -119,18 +125,23 @@ class Asking:
             )
         return answer
 
+    async def _until_whole(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Ask again after a loss. An outage loses all that is in flight, again and again, so the
+        log has one line a minute for all of them."""
+        while True:
+            try:
+                return await ask()
+            except RolloutLost as error:
+                self._lost += 1
+                if (now_s := time.monotonic()) >= self._silent_until_s:
+                    log.warning("%d requests were lost and are asked again: %s", self._lost, error)
+                    self._lost, self._silent_until_s = 0, now_s + SAY_EVERY_S
 
-async def _until_whole(ask: Callable[[], Awaitable[T]]) -> T:
-    while True:
-        try:
-            return await ask()
-        except RolloutLost as error:
-            log.warning("asked again: %s", error)
 
-
-def request_seed(sampling: SamplingConfig, group: int, sample: int, turn: int = 0) -> int | None:
+def request_seed(sampling: SamplingConfig, place: Place, turn: int = 0) -> int | None:
     """Return the seed of one request, or None."""
     if sampling.seed is None:
         return None
-    place = f"{sampling.seed}/{group}/{sample}" + (f"/{turn}" if turn else "")
-    return random.Random(place).getrandbits(31)
+    named = f"{sampling.seed}/{place.group}/{place.sample}" + (f"/{turn}" if turn else "")
+    named += f"+{place.replaced}" if place.replaced else ""
+    return random.Random(named).getrandbits(31)

@@ -7,7 +7,8 @@ bound        no token was older than max_staleness when a step trained on it; in
 every token  the answers' spans have as many tokens as the step trains on, each with a version that
              was served by then
 versions     an answer's versions never decrease, and none is older than its admission
-every prompt each step has the next prompts, in order, with every sample of each
+every prompt each step has the next prompts, in order, with every sample of each; a prompt is
+             replaced (dynamic_sampling) by the next one of its group, once its samples are whole
 once         no sample is trained twice, none without an answer
 nothing      whatever was admitted was trained, unless it was dropped (on_error), asked again,
 discarded    or belongs to a step that an ended start of the loop had not trained; an environment
@@ -39,6 +40,8 @@ class Found:
     steps: int = 0
     trained: int = 0
     dropped: int = 0
+    replaced: int = 0
+    """Groups whose prompt was replaced."""
     aside: int = 0
     """Rollouts of batches that were set aside."""
     asked_again: int = 0
@@ -52,8 +55,8 @@ class Found:
         return (
             f"{self.steps} steps trained {self.trained} rollouts ({self.tokens} tokens, at most "
             f"{self.max_staleness} versions old); {self.asked_again} asked again, {self.dropped} "
-            f"dropped, {self.aside} set aside, {self.pending} pending; {len(self.violations)} "
-            "violations"
+            f"dropped, {self.replaced} groups replaced, {self.aside} set aside, {self.pending} "
+            f"pending; {len(self.violations)} violations"
         )
 
 
@@ -81,6 +84,10 @@ class _Sample:
         return [self.turns.get(turn) for turn in ([0] if self.trained is None else self.trained)]
 
 
+def _is_whole(sample: _Sample) -> bool:
+    return all(turn is not None and turn.spans is not None for turn in sample.trained_turns())
+
+
 class Checker:
     """Reads decisions in order. Memory is bounded by the steps that are open at once."""
 
@@ -89,7 +96,8 @@ class Checker:
         self._made = decisions.Made()
         self._config: dict[str, Any] = {}
         self._samples: dict[Place, _Sample] = {}
-        self._group_prompt: dict[int, int] = {}
+        self._replaced: dict[int, int] = {}
+        """Group -> how often its prompt was replaced, until its step ends."""
         self._sent: dict[str, Any] | None = None
         self._next_group = 0
         self._served_at_start = -1
@@ -120,12 +128,17 @@ class Checker:
             self._wrong(f"the loop continues in another run ({self._run}, before {run})")
         self._was_open = self._sent is not None
         if count := line.get("prompts"):
-            self._order = decisions.Order(count, seed=self._config.get("shuffle_seed"))
+            self._order = decisions.Order(
+                count,
+                seed=self._config.get("shuffle_seed"),
+                replacements=self._config.get("dynamic_sampling", 0),
+            )
         sent = set() if self._sent is None else set(self._sent["groups"])
         lost = [place for place in self._samples if place[0] not in sent]
         for place in lost:
             self.found.asked_again += 1
             del self._samples[place]
+        self._replaced = {group: n for group, n in self._replaced.items() if group in sent}
 
     def _on_admit(self, line: dict[str, Any]) -> None:
         place, number = (line["group"], line["sample"]), line.get("turn", 0)
@@ -135,7 +148,8 @@ class Checker:
             self._wrong(f"{place} was admitted twice as attempt {line['attempt']}")
         if (sample.step, sample.prompt) != (line["step"], line["prompt"]):
             self._wrong(f"{place} lost its place: asked again for another step or prompt")
-        if self._order is not None and sample.prompt != self._order.prompt(line["group"]):
+        replaced = self._replaced.get(line["group"], 0)
+        if self._order is not None and sample.prompt != self._order.prompt(line["group"], replaced):
             self._wrong(f"{place} has prompt {sample.prompt}, which is not the next one")
         to_come = line["step"] - 1 - self.found.steps
         age = self._made.age(line["version"]) + max(0, to_come)
@@ -177,6 +191,20 @@ class Checker:
         if place in self._samples:
             self._samples[place].dropped = True
             self.found.dropped += 1
+
+    def _on_replaced(self, line: dict[str, Any]) -> None:
+        group = line["group"]
+        samples = {place: s for place, s in self._samples.items() if place[0] == group}
+        if sorted(sample for _, sample in samples) != list(range(self._config["group_size"])):
+            self._wrong(f"group {group} was replaced before all of its samples were asked for")
+        for place, sample in samples.items():
+            if not (sample.dropped or _is_whole(sample)):
+                self._wrong(f"group {group} was replaced, and {place} had no answer")
+            del self._samples[place]
+        self._replaced[group] = self._replaced.get(group, 0) + 1
+        self.found.replaced += 1
+        if self._replaced[group] > self._config.get("dynamic_sampling", 0):
+            self._wrong(f"group {group} was replaced more often than dynamic_sampling allows")
 
     def _on_train(self, line: dict[str, Any]) -> None:
         if self._sent is not None and self._sent["step"] == line["step"]:
@@ -278,6 +306,8 @@ class Checker:
             self.found.aside += len(self._sent["rollouts"])
         self._next_group = self._sent["groups"][-1] + 1
         self._samples = {place: s for place, s in self._samples.items() if s.step != step}
+        for group in self._sent["groups"]:
+            self._replaced.pop(group, None)
         self._sent, self._ended = None, self._sent
 
     def _on_reopened(self, line: dict[str, Any]) -> None:

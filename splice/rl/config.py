@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import Settings
@@ -74,8 +74,15 @@ class LoopSettings(UserInput, Settings):
     """Answers to each prompt."""
     groups_per_step: int = Field(default=8, ge=1)
     """Prompts in each step's batch."""
+    dynamic_sampling: int = Field(default=0, ge=0)
+    """Most prompts that are asked in place of one whose answers all have the same reward, because
+    such a group teaches nothing: dynamic sampling, arXiv:2503.14476, 3.2. The last one stays,
+    whatever its rewards. 0: none is replaced."""
     steps: int | None = Field(default=None, ge=1)
     """Steps after which the loop ends, counted over all starts. None: it continues."""
+    overlong: Literal["train", "mask"] = "train"
+    """What an answer does that `sampling.max_tokens` or the context cuts off. train: the same as
+    others. mask: its reward counts in its group's mean, and its tokens carry no loss."""
     router_replay: bool = False
     """For MoE models: the trainer uses the experts that vLLM chose for each token. It needs vLLM
     0.28 or newer on a GPU, with `--enable-return-routed-experts` and `--enable-scale-out` in
@@ -119,6 +126,15 @@ class LoopSettings(UserInput, Settings):
     """Where each step's numbers go; docs/loop.md says what each needs. (): nowhere."""
     keep_samples: int | None = Field(default=200, ge=0)
     """Steps whose samples stay on disk, the newest. None: all. 0: no samples are written."""
+
+    @model_validator(mode="after")
+    def _compares(self) -> Self:
+        if self.dynamic_sampling and self.group_size == 1:
+            raise ValueError(
+                "dynamic_sampling compares the rewards of a group, and group_size is 1: leave it "
+                "out, or take more answers to a prompt"
+            )
+        return self
 
 
 class LoopConfig(LoopSettings):

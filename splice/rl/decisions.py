@@ -6,8 +6,11 @@
     lost     group, sample, turn, attempt, why       it is asked again, with its place in the group
     turns    group, sample, trained            an environment returned; these turns of it train
     drop     step, group, prompt, sample, why  it leaves its group (on_error = "drop")
-    train    step, attempt, version, groups, rollouts, tokens, metrics
-             sent to the trainer, which holds `version`; `tokens` counts the sampled ones
+    replaced step, group, prompt               its rewards were all equal: the next prompt takes its
+             place (dynamic_sampling), with samples from 0
+    train    step, attempt, version, groups, prompts, rollouts, tokens, metrics
+             sent to the trainer, which holds `version`; `tokens` counts the sampled ones, and each
+             group has its prompt
     failed   step, attempt, code, steps_taken, why
              `aside`, if the trainer's process ended in the batch twice: its prompts
     reopened step, why                         its optimizer steps are lost, and made again
@@ -369,15 +372,22 @@ def status(run_dir: Path) -> dict[str, Any] | None:
 
 
 class Order:
-    """Which prompt a group has: all of them in each pass, in their order or shuffled again."""
+    """Which prompt a group has: all of them in each pass, in their order or shuffled again.
 
-    def __init__(self, count: int, *, seed: int | None) -> None:
+    Args:
+        replacements: most prompts that take another one's place in a group (dynamic_sampling).
+    """
+
+    def __init__(self, count: int, *, seed: int | None, replacements: int = 0) -> None:
         self._count, self._seed = count, seed
+        self._stride = max(1, count // (replacements + 1))
         self._orders: dict[int, list[int]] = {}
 
-    def prompt(self, group: int) -> int:
-        """Index of a group's prompt."""
+    def prompt(self, group: int, replaced: int = 0) -> int:
+        """Index of a group's prompt, after `replaced` others had its place. They come from the same
+        pass, far from each other, so that neither they nor a step's groups meet."""
         turn, place = divmod(group, self._count)
+        place = (place + replaced * self._stride) % self._count
         if self._seed is None:
             return place
         if turn not in self._orders:

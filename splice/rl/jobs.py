@@ -9,6 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -96,7 +97,15 @@ class StepJobs:
         return batch
 
     def _made_of(self, groups: Sequence[Group]) -> Batch:
-        return self._make_batch([part for group in groups for part in _answers_by_name(group)])
+        masks = self._config.overlong == "mask"
+        if masks and all(rollout.is_cut for group in groups for rollout in group):
+            raise ConfigError(
+                'every answer of the step was cut off, and overlong = "mask" leaves all of them '
+                "out; raise sampling.max_tokens, then start the loop again"
+            )
+        return self._make_batch(
+            [part for group in groups for part in _answers_by_name(group, masks=masks)]
+        )
 
     def _job_of(self, batch: Batch, optim: OptimParams) -> TrainMerged:
         loss = self._loss
@@ -181,7 +190,7 @@ class StepJobs:
         """
         number = line["step"]
         is_aside = error.code in BATCH_IS_WHY and self._config.on_trainer_killed == "set_aside"
-        prompts = sorted({self._rollouts.order.prompt(group) for group in line["groups"]})
+        prompts = sorted(set(line["prompts"]))
         self._log.write(
             "failed",
             durable=True,
@@ -273,11 +282,19 @@ class _Outage:
             self._waiting.enter_context(self._meter.during("no_node"))
 
 
-def _answers_by_name(group: Group) -> list[list[tuple[Answered, float]]]:
-    """A group's answers and rewards, those of each role apart."""
+def _answers_by_name(group: Group, *, masks: bool) -> list[list[tuple[Answered, float]]]:
+    """A group's answers and rewards, those of each role apart.
+
+    Args:
+        masks: answers that were cut off have no tokens.
+    """
     found: dict[str, list[tuple[Answered, float]]] = {}
     for rollout in group:
         several = rollout.sequences
-        answer = several[0] if len(several) == 1 else several
+        answer: Answered = several[0] if len(several) == 1 else several
+        if masks and rollout.is_cut:
+            answer = replace(
+                rollout.completion, answer_ids=(), logprobs=(), sampled=(), routing=None
+            )
         found.setdefault(rollout.name, []).append((answer, rollout.reward))
     return list(found.values())

@@ -267,10 +267,10 @@ class Loop:
         if number not in self._rollouts:
             raise self._left(number)
         groups = await self._rollouts.of_step(number)
-        numbers = self._rollouts.take(number)
+        asked = self._rollouts.take(number)
         batch = self._jobs.batch_of(number, groups)
         decisions.keep_batch(self.folder / decisions.BATCH, batch)
-        line = line_of(number, numbers, groups, made=self._past.made, config=self.config)
+        line = line_of(number, asked, groups, made=self._past.made, config=self.config)
         result = await self._jobs.train(line, batch, attempt=self._past.attempt)
         return None if result is None else self._trained(line, groups, result)
 
@@ -286,8 +286,9 @@ class Loop:
                 f"loop with max_staleness = {stalest:.0f} until the step is made"
             )
         self._rollouts.admit_for(number)
-        names = ("step", "version", "groups", "rollouts", "tokens", "metrics")
-        kept = {name: line[name] for name in names if name in line}  # older logs have no `tokens`
+        names = ("step", "version", "groups", "prompts", "rollouts", "tokens", "metrics")
+        kept = {name: line[name] for name in names if name in line}  # older logs lack some
+        kept.setdefault("prompts", [self._rollouts.order.prompt(g) for g in line["groups"]])
         result = await self._jobs.train(kept, batch, attempt=line["attempt"])
         return None if result is None else self._trained(kept, (), result)
 

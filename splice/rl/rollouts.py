@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from orchestrator.errors import ConfigError, ErrorCode, SpliceError
 from splice.client.batches import Completion
 from splice.rl.asking import Asking, Context, Place
+from splice.rl.config import LoopConfig
 from splice.rl.decisions import Order
 from splice.rl.sampler import RequestRefused, Row
 from splice.rl.scoring import Scoring, users_code
@@ -69,6 +70,11 @@ class Rollout:
     turns: tuple[Turn, ...] = ()
     name: str = ""
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the limit of tokens cut the answer off."""
+        return self.completion.finish_reason == "length"
+
 
 Group = tuple[Rollout, ...]
 
@@ -87,9 +93,14 @@ class Rollouts:
         self._config, self._log, self._meter = context.config, context.log, context.meter
         self._record, self._asking, self._prompts = context.record, Asking(context), prompts
         self._scoring, self._environment = scoring, environment
-        self.order = Order(len(prompts), seed=self._config.shuffle_seed)
-        self._tasks: dict[int, dict[int, list[asyncio.Task[Group]]]] = {}
-        """Step -> group -> samples."""
+        config = self._config
+        self.order = Order(
+            len(prompts), seed=config.shuffle_seed, replacements=config.dynamic_sampling
+        )
+        self._tasks: dict[int, dict[int, asyncio.Task[Group]]] = {}
+        """Step -> group -> its rollouts."""
+        self._asked: dict[int, list[int]] = {}
+        """Group -> the prompts that have had its place; all but the last were replaced."""
         self._last_drop: dict[int, str] = {}
         """Step -> why its newest dropped sample was."""
         self._in_flight = asyncio.Semaphore(self._config.max_in_flight)
@@ -112,16 +123,29 @@ class Rollouts:
             self._admitted += 1
             groups = range(self._next_group, self._next_group + config.groups_per_step)
             self._next_group = groups.stop
-            self._tasks[self._admitted] = {
-                group: [self._begin(self._admitted, group, n) for n in range(config.group_size)]
-                for group in groups
-            }
+            self._tasks[self._admitted] = {g: self._begin(self._admitted, g) for g in groups}
 
-    def _begin(self, step: int, group: int, sample: int) -> asyncio.Task[Group]:
-        place = Place(step=step, group=group, sample=sample, prompt=self.order.prompt(group))
-        task = asyncio.create_task(self._rollout(place))
+    def _begin(self, step: int, group: int) -> asyncio.Task[Group]:
+        task = asyncio.create_task(self._group(step, group))
         task.add_done_callback(self._note_failure)
         return task
+
+    async def _group(self, step: int, group: int) -> Group:
+        """The group's rollouts, with another prompt while their rewards are all equal. It keeps its
+        number, which no later step can have."""
+        config, asked = self._config, self._asked.setdefault(group, [])
+        while True:
+            prompt, replaced = self.order.prompt(group, len(asked)), len(asked)
+            asked.append(prompt)
+            places = [
+                Place(step=step, group=group, sample=sample, prompt=prompt, replaced=replaced)
+                for sample in range(config.group_size)
+            ]
+            made = await _all_of(map(self._rollout, places))
+            found = tuple(rollout for parts in made for rollout in parts)
+            if replaced == config.dynamic_sampling or _has_signal(found, config):
+                return found
+            self._log.write("replaced", step=step, group=group, prompt=prompt)
 
     def _note_failure(self, task: asyncio.Task[Group]) -> None:
         if not task.cancelled() and task.exception() is not None:
@@ -134,7 +158,7 @@ class Rollouts:
         return len(self._tasks)
 
     def _all_tasks(self) -> list[asyncio.Task[Group]]:
-        return [t for step in self._tasks.values() for group in step.values() for t in group]
+        return [task for step in self._tasks.values() for task in step.values()]
 
     async def cancel(self) -> None:
         """End all of them."""
@@ -153,9 +177,7 @@ class Rollouts:
                 request, and on_error is "stop".
             ConfigError: no rollout of the batch is left.
         """
-        own = asyncio.ensure_future(
-            asyncio.wait([task for group in self._tasks[number].values() for task in group])
-        )
+        own = asyncio.ensure_future(asyncio.wait(list(self._tasks[number].values())))
         failure = asyncio.ensure_future(self._has_failed.wait())
         try:
             await asyncio.wait({own, failure}, return_when=asyncio.FIRST_COMPLETED)
@@ -165,19 +187,17 @@ class Rollouts:
         for task in self._all_tasks():
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 raise error
-        groups = tuple(
-            tuple(rollout for task in group for rollout in task.result())
-            for group in self._tasks[number].values()
-        )
+        groups = tuple(task.result() for task in self._tasks[number].values())
         if not any(groups):
             why = self._last_drop.get(number, "decisions.jsonl says why")
             raise ConfigError(f"every rollout of step {number} was dropped: {why}")
         return groups
 
-    def take(self, number: int) -> list[int]:
-        """Forget the step's rollouts. Returns the numbers of its groups."""
+    def take(self, number: int) -> dict[int, list[int]]:
+        """Forget the step's rollouts. Returns the prompts of its groups, those that were replaced
+        before the one that trains."""
         self._last_drop.pop(number, None)
-        return list(self._tasks.pop(number))
+        return {group: self._asked.pop(group) for group in self._tasks.pop(number)}
 
     # ------------------------------------------------------------ one rollout
 
@@ -314,16 +334,31 @@ class Rollouts:
             return await self._asking.encode(prompt, add_special_tokens=add_special_tokens)
 
 
+def _has_signal(group: Group, config: LoopConfig) -> bool:
+    """Whether rewards differ within the group, for some role, and an answer is left to train on."""
+    if config.overlong == "mask" and all(rollout.is_cut for rollout in group):
+        return False
+    rewards = {(rollout.name, rollout.reward) for rollout in group}
+    return len(rewards) > len({rollout.name for rollout in group})
+
+
 async def _each_of(
     one: Callable[[Row], Coroutine[Any, Any, T]], rows: Sequence[Row], n: int
 ) -> list[list[T]]:
     """`n` results for each row, all at once. The first failure ends all."""
+    found = await _all_of(one(row) for row in rows for _ in range(n))
+    return [found[at : at + n] for at in range(0, len(found), n)]
+
+
+async def _all_of(asked: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all at once. The first failure ends all."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            asked = [[tasks.create_task(one(row)) for _ in range(n)] for row in rows]
-    except BaseExceptionGroup as group:  # one reason is enough for a caller
-        raise group.exceptions[0] from group
-    return [[task.result() for task in group] for group in asked]
+            running = [tasks.create_task(one) for one in asked]
+    except BaseExceptionGroup as group:
+        first = group.exceptions[0]  # one reason is enough for a caller
+        raise first from first.__cause__
+    return [task.result() for task in running]
 
 
 def _failure(row: Row, place: Place, text: str) -> SampleFailed:

@@ -133,12 +133,15 @@ class Sampler:
     # ------------------------------------------------------------ the replicas
 
     async def _watch(self) -> None:
+        said = ""
         while True:
             await asyncio.sleep(POLL_S)
             try:
                 await self._look()
+                said = ""
             except (TimeoutError, SpliceError) as error:  # replicas serve without an orchestrator
-                log.warning("cannot ask for the replicas: %s", error)
+                if said != (said := str(error)):  # once for each outage
+                    log.warning("cannot ask for the replicas: %s", error)
 
     async def _look(self) -> None:
         self.replicas.update((await self._status()).nodes)

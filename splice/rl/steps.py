@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -31,9 +31,10 @@ class Step:
         number: counts from 1 over all starts of the loop.
         version: the version that the step made.
         metrics: those of the trainer, and of the rollouts: reward_mean, reward_std, answer_tokens,
-            truncated (share of answers cut off), groups_without_signal (share of groups whose
-            rewards are all equal), dropped (samples), staleness_mean, staleness_max (in versions,
-            over tokens).
+            truncated (share of answers cut off), masked (share of answers without loss),
+            groups_without_signal (share of groups whose rewards are all equal), groups_replaced
+            (share of all groups that were asked for), dropped (samples), staleness_mean,
+            staleness_max (in versions, over tokens).
         seconds: see `splice.rl.balance`; and the job's own phases as job.*.
         groups: the rollouts. Empty if an earlier start of the loop sampled them.
         result: the training job's.
@@ -141,7 +142,7 @@ def warn_of_changes(
 
 def line_of(
     number: int,
-    numbers: list[int],
+    asked: Mapping[int, Sequence[int]],
     groups: Sequence[Group],
     *,
     made: decisions.Made,
@@ -150,14 +151,15 @@ def line_of(
     """Return a step's `train` decision.
 
     Args:
-        numbers: those of its groups.
+        asked: number of each group -> its prompts, of which the last one trains.
     """
     rollouts = [rollout for group in groups for rollout in group]
     sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
     return {
         "step": number,
         "version": made.newest,
-        "groups": numbers,
+        "groups": list(asked),
+        "prompts": [prompts[-1] for prompts in asked.values()],
         "rollouts": [
             list(place) for place in dict.fromkeys((r.group, r.sample, r.attempt) for r in rollouts)
         ],
@@ -165,7 +167,8 @@ def line_of(
         "tokens": sum(
             sum(s.sampled) if s.sampled else len(s.answer_ids) for s in sequences if s.versions
         ),
-        "metrics": _metrics(groups, made, config),
+        "metrics": _metrics(groups, made, config)
+        | {"groups_replaced": 1 - len(asked) / sum(map(len, asked.values()))},
     }
 
 
@@ -174,7 +177,7 @@ def _metrics(groups: Sequence[Group], made: decisions.Made, config: LoopConfig) 
     rewards = [rollout.reward for rollout in rollouts]
     ages = [(made.age(version), count) for rollout in rollouts for version, count in rollout.spans]
     tokens = sum(count for _, count in ages)
-    cut = [rollout.completion.finish_reason == "length" for rollout in rollouts]
+    cut = [rollout.is_cut for rollout in rollouts]
     compared = [
         {part.reward for part in group if part.name == name}
         for group in groups
@@ -186,6 +189,7 @@ def _metrics(groups: Sequence[Group], made: decisions.Made, config: LoopConfig) 
         "reward_std": pstdev(rewards),
         "answer_tokens": tokens / len(rollouts),
         "truncated": fmean(cut),
+        "masked": fmean(cut) if config.overlong == "mask" else 0.0,
         "groups_without_signal": fmean(len(rewards) == 1 for rewards in compared),
         "dropped": float(asked - len({(r.group, r.sample) for r in rollouts})),
         "staleness_mean": sum(age * count for age, count in ages) / max(1, tokens),

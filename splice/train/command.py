@@ -31,6 +31,7 @@ from splice.rl import Loop, LoopConfig, Step, decisions, evaluations
 from splice.rl.sampler import Row
 from splice.rl.scoring import Reward, Scoring, score_all
 from splice.rl.turns import LARGEST_REWARD
+from splice.train import estimate
 from splice.train.data import rows_of
 from splice.train.evaluating import Evaluating, Score, is_overdue
 from splice.train.functions import reward_of
@@ -114,16 +115,21 @@ def _check_room(run: TrainFile) -> None:
 
 
 def step_text(made: Plan) -> str:
-    """Say what a step will be."""
+    """Say what a step will be, with the trainer's memory and time where they can be estimated."""
     loop, sampling = made.run.loop, made.run.sampling
     text = f"{len(made.rows)} rows, {made.steps} steps of {loop.groups_per_step}"
+    tokens = 0
     if isinstance(made.run, SftFile):
-        return f"{text} rows each"
-    answers = loop.groups_per_step * loop.group_size
-    return (
-        f"{text} prompts with {loop.group_size} answers each: at most {sampling.max_tokens} tokens "
-        f"in an answer, and {answers * sampling.max_tokens:,} in a step"
-    )
+        text += " rows each"
+    else:
+        answers = loop.groups_per_step * loop.group_size
+        tokens = answers * sampling.max_tokens
+        text += (
+            f" prompts with {loop.group_size} answers each: {answers} sequences in a step, with at "
+            f"most {sampling.max_tokens} tokens in an answer, and {tokens:,} in a step"
+        )
+    more = estimate.text_of(made.run.trainer, step_tokens=tokens, steps=made.steps)
+    return "\n".join([text, *more])
 
 
 def _call_once(reward: Reward, row: Row) -> None:

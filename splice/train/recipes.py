@@ -1,6 +1,6 @@
 """Recipes for `splice init --recipe NAME`: what a run trains. splice/recipes has a file for each.
 
-[recipe]    about, model, lora_rank, max_model_len, files, measured; `like`: another's rest
+[recipe]    about, model, lora_rank, max_model_len, files, measured, command; `like`: another's rest
 [run]       the tables after it go into run.toml as they are
 """
 
@@ -26,6 +26,7 @@ class Recipe:
         about: what it trains, in a few words.
         model: a Hub id.
         measured: minutes and memory, and the command that measured them.
+        command: of `splice`, which trains it.
         files: names in `FOLDER` that go next to run.toml.
         text: tables for run.toml.
     """
@@ -34,6 +35,7 @@ class Recipe:
     about: str
     model: str
     measured: str
+    command: str
     lora_rank: int
     max_model_len: int | None
     files: tuple[str, ...]
@@ -44,7 +46,7 @@ class Recipe:
         """Comment lines for run.toml."""
         return (
             f"\n# Recipe {self.name}: {self.about}.\n"
-            f"# `splice train` with this file. {self.measured or NOT_MEASURED}\n\n"
+            f"# `splice {self.command}` with this file. {self.measured or NOT_MEASURED}\n\n"
         )
 
     def copy_files(self, folder: Path) -> None:
@@ -84,6 +86,7 @@ def read(name: str) -> Recipe:
         about=own["about"],
         model=own["model"],
         measured=own["measured"],
+        command=own.get("command", "train"),
         lora_rank=own["lora_rank"],
         max_model_len=own.get("max_model_len"),
         files=tuple(own.get("files", ())),

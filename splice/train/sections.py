@@ -49,7 +49,8 @@ class LoopSection(LoopSettings):
     passes: int = Field(default=1, ge=1)
     """Passes over the rows, where `steps` is not set. `epochs` are those over each batch."""
     overlong_penalty: float = Field(default=0.0, ge=0)
-    """Taken from the reward of an answer that `sampling.max_tokens` cuts off."""
+    """Taken from the reward of an answer that `sampling.max_tokens` cuts off. It says that such an
+    answer is bad; `overlong = "mask"` says that nothing is known of it."""
     reward: str | dict[str, float]
     """`"my.py:accuracy"`, relative to this file, or `"package.module:function"`; or a table of
     several with their weights. A function takes (row, completion), or what TRL's rewards take."""
@@ -61,6 +62,15 @@ class LoopSection(LoopSettings):
             named = ", ".join(f'"{name}" = 1.0' for name in reward)
             raise ValueError(f"a list has no weights; write reward = {{ {named} }}")
         return reward
+
+    @model_validator(mode="after")
+    def _one_way_for_overlong(self) -> Self:
+        if self.overlong == "mask" and self.overlong_penalty:
+            raise ValueError(
+                'overlong_penalty trains on answers that are cut off, and overlong = "mask" leaves '
+                "them out; choose one"
+            )
+        return self
 
 
 class OptimSection(OptimParams):
@@ -177,6 +187,7 @@ class SftLoopSection(LoopSection):
 class SftFile(TrainFile):
     """A run, and the answers that it trains on."""
 
+    LOOP = "sft"
     loop: SftLoopSection = SftLoopSection()
     """The loop."""
     loss: LossSpec = LossSpec(name=SFT_LOSS)

@@ -55,7 +55,7 @@ def test_one_command_from_a_file_to_an_adapter(models, tmp_path):
     assert "there is no file" in splice("train", file, code=2)
     assert "there is no file" in splice("config", "check", file, code=2)
     (folder / "rewards.py").write_text(REWARD)
-    assert splice("config", "check", file) == "ok\n"
+    assert splice("config", "check", file).endswith("\nok\n")
     assert not (folder / "run").exists(), "nothing has started"
 
     try:

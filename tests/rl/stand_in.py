@@ -14,6 +14,7 @@ import json
 import random
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ class StandIn:
         self.servers: list[Server] = []
         self.away_s = 0.0
         """How long the next job waits for nodes."""
+        self.is_cut: Callable[[dict[str, Any]], bool] = lambda body: True
+        """Whether the answer to a request is cut off."""
 
     # ------------------------------------------------------------ SpliceClient
 
@@ -222,8 +225,10 @@ class Server:
                 "text": "\u2028",
                 "token_ids": [self.run.token(body.get("seed", 0), place)],
                 "logprobs": {"token_logprobs": [-1.0]},
-                "finish_reason": "length" if place == count - 1 else None,
+                "finish_reason": None,
             }
+            if place == count - 1:
+                choice["finish_reason"] = "length" if self.run.is_cut(body) else "stop"
             if place == 0:
                 choice["prompt_token_ids"] = body["prompt"]
             event = {"model": f"{self.name}@{version}", "choices": [choice]}

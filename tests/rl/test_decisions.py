@@ -266,6 +266,25 @@ def test_a_replica_with_an_old_version_is_not_believed(tmp_path):
     assert "answered with version 0" in lost[0]["why"]
 
 
+def test_an_outage_in_an_evaluation_is_said_once(tmp_path, caplog):
+    """Every answer in flight is lost, again and again, until the replica is back."""
+
+    async def lose(step, replicas, loop) -> None:
+        for replica in replicas:
+            replica.answers = 503
+        asked = asyncio.create_task(loop.sample([{"prompt": [1, 2, 3]}] * 20))
+        while sum(len(replica.asked) for replica in replicas) < 60:
+            await asyncio.sleep(0.05)
+        for replica in replicas:
+            replica.answers = None
+        assert len(await asked) == 20
+
+    settings = {"steps": 1, "max_staleness": 0, "rollout_timeout_s": 30}
+    asyncio.run(run_loop(StandIn(), tmp_path, on_step=lose, **settings))
+    said = [r.message for r in caplog.records if "asked again" in r.message]
+    assert len(said) == 1 and "503" in said[0]
+
+
 def test_a_server_that_names_no_version_is_refused(tmp_path):
     async def rename(step, replicas, loop) -> None:
         replicas[0].name = "somebody-else"

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import re
 import runpy
+import subprocess
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,7 +113,7 @@ def test_gsm8k_whole_but_for_the_download(hub, tmp_path):
     smaller += ["loop.steps=2", "loop.groups_per_step=2", "loop.group_size=2"]
     smaller += ["sampling.max_tokens=8"]
     options = [part for value in smaller for part in ("--set", value)]
-    assert splice("config", "check", file, *options) == "ok\n"
+    assert splice("config", "check", file, *options).endswith("\nok\n")
     said = splice("train", file, *options)
     assert "evaluation after step 2: eval_reward 0.000" in said and "policy@2" in said
     assert found_in(tmp_path / "run", "loop").steps == 2
@@ -117,3 +123,37 @@ def test_gsm8ks_numbers():
     number = runpy.run_path(str(ROOT / "splice/recipes/gsm8k.py"))["final_number"]
     assert number("so 1,200 eggs\n#### 1,200") == 1200.0 and number("#### -3.5") == -3.5
     assert number("the answer is 7") is None and number("#### 1 ... #### 2") == 2.0
+
+
+# ---------------------------------------------------------------- the notebook
+
+
+def run_cells(path: Path, **parameters: object) -> dict[str, Any]:
+    """Run a notebook's code as IPython does: `!command` with {names} filled in. The parameters
+    replace those of the cell with that tag."""
+
+    def shell(command: str) -> None:
+        subprocess.run(command, shell=True, check=True, timeout=600)
+
+    space: dict[str, Any] = {"shell": shell}
+    for cell in json.loads(path.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            source = re.sub(r"^!(.*)$", r"shell(rf'''\1''')", "".join(cell["source"]), flags=re.M)
+            exec(compile(source, str(path), "exec"), space)
+        if "parameters" in cell["metadata"].get("tags", ()):
+            space |= parameters
+    return space
+
+
+def test_the_notebook(models, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("PATH", os.environ["PATH"])  # it puts its own before it
+    folder = tmp_path / "run"
+    notebook = ROOT / "examples" / "arithmetic" / "arithmetic.ipynb"
+    monkeypatch.chdir(ROOT)
+    try:
+        run_cells(notebook, FOLDER=folder, MODEL=models["qwen3"], STEPS=2, HELD_OUT=2)
+    finally:
+        splice("stop", folder)
+    said = capfd.readouterr().out
+    assert "step   2 0." in said and "after step 2: {'eval_reward'" in said
+    assert "adapter_model.safetensors" in said

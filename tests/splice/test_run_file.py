@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from orchestrator.errors import ConfigError
 from orchestrator.processes.restarts import EXIT_CONFIG
-from splice import cli
+from splice import cli, run_cli
 from splice.cli import app
 from splice.client.clients import SpliceClient
 from splice.client.run_file import RunFile, load
@@ -290,6 +290,41 @@ def test_init_writes_nothing_that_it_refuses(tmp_path):
     done = CliRunner().invoke(app, [*argv[:6], "--model", str(tmp_path / "model")])
     assert done.exit_code == EXIT_CONFIG and "max_model_len" in done.output, done.output
     assert not (tmp_path / "mine" / "run.toml").exists()
+
+
+def test_init_on_a_login_node_asks_for_the_jobs_gpus(tmp_path, monkeypatch):
+    """A host with `sbatch` and no GPU: the file is not one for its CPU, unless it is asked for."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\n")
+    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    model = tmp_path / "model"
+    model.mkdir()
+    config = {"vocab_size": 8, "num_attention_heads": 8, "max_position_embeddings": 4096}
+    (model / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(run_cli, "list_gpus", lambda: ())
+    argv = ["init", str(tmp_path / "a"), "--model", str(model)]
+    argv += ["--inference-python", sys.executable]
+
+    def said(*more: str, code: int = 0) -> str:
+        done = CliRunner().invoke(app, [*argv, *more])
+        assert done.exit_code == code, done.output
+        return " ".join(done.output.split())
+
+    assert "next: splice up" in said(), "a host of which nothing is known"
+    assert load(tmp_path / "a").device == "cpu"
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    argv[1] = str(tmp_path / "b")
+    assert "such as --job-gpus 16x80; for this host's CPU, --gpus ''" in said(code=EXIT_CONFIG)
+    assert "got '16'" in said("--job-gpus", "16", code=EXIT_CONFIG)
+    assert not (tmp_path / "b").exists()
+    file = tmp_path / "b" / "run.toml"
+    assert f"next: splice up {file} --on slurm" in said("--job-gpus", "16x80")
+    run = load(file)
+    assert run.trainer.gpus == tuple(range(8)) and run.inference.gpus == tuple(range(8, 16))
+    assert run.device == "cuda" and run.trainer.parallel.world_size == 8
+    argv[1] = str(tmp_path / "c")
+    said("--gpus", "")
+    assert load(tmp_path / "c").device == "cpu"
 
 
 def test_weights_that_nobody_reads_are_refused_before_a_start(tmp_path):

@@ -16,7 +16,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.protocol.topology import check_topology
 from splice.client.run_file import find_run, load, load_as
 from splice.cluster import keys, slurm
-from splice.train.sections import TrainFile
+from splice.train.sections import SftFile, TrainFile
 from tests import forked
 from tests.splice.hosts_file import FILE
 
@@ -148,6 +148,20 @@ def test_the_job_ends_with_its_loop(code, ends_with, path, environment, tmp_path
     assert f"SPLICE_CURVE_DIR='{path.parent}/keys/client'" in loop
     again = load_as(TrainFile, run.run_dir / slurm.FILE)
     assert (again.data, again.loop, again.eval) == (run.data, run.loop, run.eval)
+
+
+def test_given_answers_train_on_hosts_too(path, environment, tmp_path):
+    rows = [{"prompt": "1 + 1 =", "completion": " 2"}] * 3
+    (path.parent / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    path.write_text(path.read_text() + '[data]\npath = "rows.jsonl"\n[loop]\nsteps = 2\n')
+    done = forked.run("sft", path, "--on", "slurm", env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "Submitted batch job 7" in done.stdout and "splice logs loop" in done.stdout
+    run = load_as(SftFile, path)
+    text = (run.run_dir / slurm.SCRIPT).read_text()
+    assert f"splice sft '{run.run_dir / slurm.FILE}'" in text.replace("'\"'\"'", "'")
+    assert "--join --data-folder" in text and " train " not in text
+    assert load_as(SftFile, run.run_dir / slurm.FILE).loop == run.loop
 
 
 def test_a_dry_run_does_not_submit(path, environment, tmp_path):

@@ -85,8 +85,8 @@ def test_passes_over_the_rows(folder: Path) -> None:
     assert planned(folder, "loop.passes=3", "loop.steps=2").steps == 2
     said = step_text(planned(folder, "sampling.max_tokens=100"))
     assert said == (
-        "2 rows, 1 steps of 2 prompts with 8 answers each: at most 100 tokens in an answer, and "
-        "1,600 in a step"
+        "2 rows, 1 steps of 2 prompts with 8 answers each: 16 sequences in a step, with at most "
+        "100 tokens in an answer, and 1,600 in a step"
     )
 
 
@@ -182,6 +182,7 @@ def test_rewards_of_trl_coroutines_and_sums(folder: Path, reward: str, value: fl
         ("loss.name=gppo", "no loss .gppo.; did you mean"),
         ("sampling.max_tokens=512", "leave no room for a prompt: inference.max_model_len is 512"),
         ("evl.every=3", "evl.*did you mean.*eval"),
+        ('loop={reward="rewards.py:right", overlong="mask", overlong_penalty=1.0}', "choose one"),
     ],
 )
 def test_mistakes_are_named(folder: Path, override: str, said: str) -> None:

@@ -18,7 +18,7 @@ from splice.client.run_file import load_as
 from splice.cluster import up
 from splice.cluster.doctor import Gpu
 from splice.train import recipes
-from splice.train.sections import TrainFile
+from splice.train.sections import SftFile, TrainFile
 from tests.e2e.conftest import INFERENCE_PYTHON, ROOT, models
 from tests.hub_cache import make_cache
 
@@ -58,9 +58,13 @@ def splice(*arguments: object, code: int = 0) -> str:
 def test_a_recipe_is_a_run(name: str, gpus: str, hub: None, tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     options = ["--gpus", gpus, "--inference-python", INFERENCE_PYTHON]
-    assert "next: splice train" in splice("init", folder, "--recipe", name, *options)
-    assert splice("config", "check", folder) == "ok\n"
-    run, recipe = load_as(TrainFile, folder / "run.toml"), recipes.read(name)
+    recipe = recipes.read(name)
+    said = splice("init", folder, "--recipe", name, *options)
+    assert f"next: splice {recipe.command} {folder / 'run.toml'}\n" in said
+    step, *estimate, ok = splice("config", "check", folder).splitlines()
+    assert "rows each" in step if recipe.command == "sft" else "answers each" in step
+    assert len(estimate) == 1 and "estimate: a trainer's rank holds" in estimate[0] and ok == "ok"
+    run = load_as(SftFile if recipe.command == "sft" else TrainFile, folder / "run.toml")
     assert run.device == ("cuda" if gpus else "cpu") and run.trainer.lora.rank == recipe.lora_rank
     text = (folder / "run.toml").read_text()
     assert f"# Recipe {name}: " in text and (recipe.measured or "not measured") in text

@@ -73,12 +73,13 @@ class AbortSignal:
         nobody.
         """
         with self._lock:
-            if self._store is None:
-                return
-            try:
-                self._store.compare_set(str(self._count), "", reason or "no reason given")
-            except RuntimeError as error:  # rank 0 is gone, and with it the store
-                log.warning("could not tell the other ranks to abort: %s", error)
+            store, key = self._store, str(self._count)
+        if store is None:
+            return
+        try:
+            store.compare_set(key, "", reason or "no reason given")
+        except RuntimeError as error:  # rank 0 is gone, and with it the store
+            log.warning("could not tell the other ranks to abort: %s", error)
 
 
 def _watch(store: Any, key: str, ended: threading.Event, on_abort: Callable[[str], None]) -> None:

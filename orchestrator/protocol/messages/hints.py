@@ -32,6 +32,9 @@ _PLACES: dict[str, str] = {
     "total_epochs",
     "LoopConfig.max_staleness": "async_level max_async_level max_off_policy_steps "
     "staleness_threshold max_head_offpolicyness",
+    "LoopConfig.dynamic_sampling": "filter_groups use_dynamic_sampling max_num_gen_batches "
+    "online_difficulty_filtering dynamic_sampling_max_gen_batches",
+    "LoopConfig.overlong": "mask_truncated_completions overlong_filtering apply_overlong_filtering",
     "LoopConfig.max_in_flight": "max_inflight_rollouts max_concurrent max_concurrency",
     "LoopConfig.keep_samples": "log_completions",
     "LoopConfig.sinks": "report_to logger wandb use_wandb",

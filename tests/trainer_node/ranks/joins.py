@@ -128,11 +128,11 @@ def main() -> None:
     if rank == 1:
         transfer._host = "203.0.113.7"
     with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("LOCAL_WORLD_SIZE", "2")
+        patched.setenv("LOCAL_RANK", str(rank))
         with pytest.raises(SendFailed, match=r"rank 1: ConfigError: cannot listen on host '203"):
             ranks.open()
         # As if rank 1 were on another host: it listens where it reaches rank 0.
-        patched.setenv("LOCAL_WORLD_SIZE", "1")
+        patched.setenv("LOCAL_RANK", "0")
         ranks.open()
     transfer.close()
     ranks.end()

@@ -3,9 +3,9 @@
 One process for each shape (`benchmarks.long_worker`) starts the trainer once, with its defaults and
 random weights, and takes a step of each case. Shapes from SPLICE_BENCH_SHAPES (8b,30b-a3b), lengths
 from SPLICE_BENCH_LENGTHS (16384,32768,65536,131072; empty: none), trees from SPLICE_BENCH_TREES
-(16x1024+4096,16x1024+32768: answers x tokens + prompt; empty: none). Lengths of up to 32,768 tokens
-and trees take SPLICE_BENCH_SAMPLES (3) steps after a first one, longer ones a single step: the
-start's probes have loaded the kernels. A shape gets SPLICE_BENCH_TIMEOUT_S (570).
+(16x1024+4096,16x1024+32768: answers x tokens + prompt; empty: none). Sequences of up to 32,768
+tokens take SPLICE_BENCH_SAMPLES (3) steps after a first one, longer ones a single step: the start's
+probes have loaded the kernels. A shape gets SPLICE_BENCH_TIMEOUT_S (570).
 
     SHAPE/long/TOKENS           one sequence; its second half carries loss
     SHAPE/tree/NxANSWER+PROMPT  N answers to one prompt, shared and, as the peer, each by itself

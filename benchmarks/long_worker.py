@@ -119,7 +119,7 @@ class Bench:
         """A case's line."""
         batch = shape.batch(self.config["vocab_size"])
         is_short = max(batch.lengths) <= SHORT
-        taken, metrics = self.steps(batch, count if is_short or is_tree else 1, warm=is_short)
+        taken, metrics = self.steps(batch, count if is_short else 1, warm=is_short)
         result: dict[str, Any] = {
             "name": name,
             "seconds": taken,
@@ -135,14 +135,14 @@ class Bench:
             result["flops_per_s"] = flops / min(taken)
             result["ratio_by_flops"] = shape.flops(self.config, shared=False) / flops
         if is_tree:
-            result |= self.apart(batch)
+            result |= self.apart(batch, warm=is_short)
         return result
 
-    def apart(self, batch: Batch) -> dict[str, Any]:
-        """The same step without sharing, once: its kernels have run."""
+    def apart(self, batch: Batch, *, warm: bool) -> dict[str, Any]:
+        """The same step without sharing, once."""
         model = self.trainer.model
         obstacle, model.sharing_obstacle = model.sharing_obstacle, "measured without"
-        taken, metrics = self.steps(batch, 1, warm=False)
+        taken, metrics = self.steps(batch, 1, warm=warm)
         model.sharing_obstacle = obstacle
         names = ("peak_memory_bytes", "recomputed_share")
         return {"apart": taken, "apart_settings": {n: metrics[n] for n in names}}

@@ -102,7 +102,7 @@ def paths_obstacle(model: Model) -> str | None:
     try:
         for kind, layer in () if why else layers_of(model).items():
             found = differences_of(layer, kind, model.device, shares=True)
-            if not max(found) <= BOUND:
+            if not all(difference <= BOUND for difference in found):  # NaN too
                 why = f"attention along paths is wrong by {max(found):.0%} with {kind}"
     except torch.OutOfMemoryError:
         raise

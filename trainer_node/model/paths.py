@@ -20,16 +20,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from megatron.bridge.models.gemma.gemma3_provider import Gemma3SelfAttention
-from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 from orchestrator.protocol.config import TrainerConfig
 
-_FORWARDS = (Attention.forward, MultiLatentAttention.forward, Gemma3SelfAttention.forward)
-"""Of layers that take a rotary table as long as the pack, and attend by their core only."""
 _BOTTOM_RIGHT = types.SimpleNamespace(name="padding_causal_bottom_right")
 """TransformerEngine's name; Megatron (0.19.2) has no member for it, and passes names on."""
 
@@ -46,6 +42,12 @@ class Paths:
 
 def obstacle(module: Any, provider: Any, config: TrainerConfig) -> str | None:
     """Why a model's sequences cannot share prefixes; None: they can."""
+    # Late, because on a CPU they can be imported only after the shims.
+    from megatron.bridge.models.gemma.gemma3_provider import Gemma3SelfAttention
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    # Layers that take a rotary table as long as the pack, and attend by their core only.
+    forwards = (Attention.forward, MultiLatentAttention.forward, Gemma3SelfAttention.forward)
     if not config.shared_prefixes:
         return "shared_prefixes is off"
     if config.finetuning_type == "lora" and config.lora.dropout:
@@ -59,7 +61,7 @@ def obstacle(module: Any, provider: Any, config: TrainerConfig) -> str | None:
     for layer in module.decoder.layers:
         kind = type(layer.self_attention)
         core = getattr(layer.self_attention, "core_attention", None)
-        if kind.forward not in _FORWARDS or not isinstance(core, TEDotProductAttention):
+        if kind.forward not in forwards or not isinstance(core, TEDotProductAttention):
             return f"{kind.__name__} attends in its own way"
     return None
 

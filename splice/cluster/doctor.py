@@ -164,7 +164,7 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
     "trainer-cuda-033": _CUDA_TRAINER | {"torch": "2.14.0", "transformer-engine": "2.20.2"},
     "inference-cuda-033": {"torch": "2.14.0", "vllm": "0.33.0", "transformers": "5.20.2"},
 }
-"""Lock files in `requirements/` that have not run on a GPU -> their main versions."""
+"""Lock files in `requirements/` that have not run together on a GPU -> their main versions."""
 ALL_PACKAGES = tuple(dict.fromkeys(name for wanted in WANTED.values() for name in wanted))
 
 
@@ -303,8 +303,8 @@ def compare(findings: Sequence[Finding], *, on_gpus: bool) -> list[str]:
         locks = [name for name in NOT_RUN if name.startswith(role) and on_gpus]
         if lock := next((n for n in locks if not _differences(here, NOT_RUN[n])), None):
             said.append(
-                f"{role}: these are the versions of requirements/{lock}.lock, which have not run "
-                "on a GPU yet."
+                f"{role}: these are the versions of requirements/{lock}.lock, whose two sides "
+                "have not run together on a GPU yet."
             )
         elif found := _differences(here, getattr(nearest, role)):
             said.append(f"{role}: {', '.join(found)} ran {where}. Other versions may do as well.")

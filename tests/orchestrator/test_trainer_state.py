@@ -415,7 +415,7 @@ class Launched:
             trainer.link.close()
             self.launcher.link.send(NodeEnded(node_id="trainer", start_id=start_id, code=code))
             script = self.again.pop() if self.again else ()
-            threading.Thread(target=self.next, args=script).start()
+            threading.Timer(0.5, self.next, script).start()  # a launcher reports the end first
 
         trainer.script[kind] = end
 

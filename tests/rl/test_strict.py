@@ -9,7 +9,7 @@ import pytest
 
 from splice import ASK, LossSpec, OptimParams, completions_of, grpo_batch
 from splice.rl import Loop, LoopConfig, SamplingConfig, decisions
-from splice.rl.asking import request_seed
+from splice.rl.asking import Place, request_seed
 from splice.rl.checker import check
 from tests.rl.conftest import NAME, tiny_cluster
 from tests.rl.weights import digest
@@ -34,7 +34,8 @@ def plain_loop(client, url) -> None:
                 row, answers = ROWS[group % len(ROWS)], []
                 for sample in range(SIZE):
                     body = {"model": NAME, "max_tokens": 10, "temperature": 1.0, **SAMPLING.extra}
-                    body["seed"] = request_seed(SAMPLING, group, sample)
+                    place = Place(step=step, group=group, sample=sample, prompt=group % len(ROWS))
+                    body["seed"] = request_seed(SAMPLING, place)
                     reply = http.post("/v1/completions", json={**body, **row, **ASK})
                     (answer,) = completions_of(reply.raise_for_status().json())
                     answers.append((answer, even(row, answer)))

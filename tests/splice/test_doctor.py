@@ -142,10 +142,10 @@ def test_a_lock_that_has_not_run_is_named(lock):
     for name, version in versions.items():
         assert f"\n{name}=={version}\n" in locked
     (said,) = doctor.compare(doctor.examine(role, versions, on_gpus=True), on_gpus=True)
-    assert said.startswith(f"{role}: these are the versions of requirements/{lock}.lock, which")
+    assert said.startswith(f"{role}: these are the versions of requirements/{lock}.lock, whose")
     other = versions | {"torch": "2.13.0"}
     (said,) = doctor.compare(doctor.examine(role, other, on_gpus=True), on_gpus=True)
-    assert "have not run" not in said
+    assert "have not run together" not in said
 
 
 def test_a_gpu_that_is_lost_hides_no_other(one_gpu):

@@ -274,7 +274,7 @@ MUTANTS = [
     Mutant("the tokens of a branch stand where a sequence begins", SHARED,
            "trainer_node/training/packing.py", "_lay_out",
            "np.arange(a, a + n)", "np.arange(n)"),
-    Mutant("a branch's mask begins at the top left", "tests/trainer_node/backends/test_cpu_attention.py::test_queries_are_the_last_of_their_keys[None-False]",
+    Mutant("a branch's mask begins at the top left", "tests/trainer_node/backends/test_cpu_attention.py::test_queries_are_the_last_of_their_keys",
            "trainer_node/backends/cpu_attention.py", "_visible",
            "torch.arange(length - given, length)", "torch.arange(given)"),
     Mutant("a prefix learns from its last branch only", SHARED,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from megatron.core.utils import get_attr_wrapped_model
+
 from trainer_node.model.model import Model
 
 
@@ -19,7 +21,7 @@ def use(model: Model, share: float) -> None:
     """
     if model.config.recompute == "selective":
         return
-    block = model.modules[0].decoder
+    block = get_attr_wrapped_model(model.modules[0], "decoder")
     layers = math.ceil(share * len(block.layers))
     config = block.config
     config.recompute_granularity = "full" if layers else None

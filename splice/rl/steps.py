@@ -16,6 +16,7 @@ from orchestrator.storage.files import replace_file
 from splice.rl import decisions
 from splice.rl.balance import SIDES, Balance
 from splice.rl.config import INEXACT, LoopConfig
+from splice.rl.parts import parts_of
 from splice.rl.rollouts import Group
 
 log = logging.getLogger("splice.rl")
@@ -30,7 +31,8 @@ class Step:
     Attributes:
         number: counts from 1 over all starts of the loop.
         version: the version that the step made.
-        metrics: those of the trainer, and of the rollouts: reward_mean, reward_std, answer_tokens,
+        metrics: those of the trainer, and of the rollouts: reward_mean, reward_std,
+            rewards/NAME (a reward's part, mean over the rollouts that have it), answer_tokens,
             truncated (share of answers cut off), masked (share of answers without loss),
             groups_without_signal (share of groups whose rewards are all equal), groups_replaced
             (share of all groups that were asked for), dropped (samples), staleness_mean,
@@ -184,7 +186,10 @@ def _metrics(groups: Sequence[Group], made: decisions.Made, config: LoopConfig) 
         for name in {part.name for part in group}
     ]
     asked = config.group_size * config.groups_per_step
+    parts = [(name, value) for reward in rewards for name, value in parts_of(reward).items()]
+    named = {name: [v for n, v in parts if n == name] for name, _ in parts}
     return {
+        **{f"rewards/{name}": fmean(values) for name, values in named.items()},
         "reward_mean": fmean(rewards),
         "reward_std": pstdev(rewards),
         "answer_tokens": tokens / len(rollouts),

@@ -20,6 +20,12 @@ from tests.rl.measured import SECRET, Measured
 from tests.rl.stood_in import run_loop
 
 TIMEOUT_S = 60.0
+MEASURE = """<script>
+const boxes = [...document.querySelectorAll("svg")].map(s => s.getBoundingClientRect());
+document.title = [boxes.length, boxes.filter(b => b.width > 200 && b.height > 50).length,
+  document.documentElement.scrollWidth, innerWidth].join(" ");
+</script></body></html>
+"""
 
 
 def looped(folder: Path, *, steps: int, on_step=None, run: Measured | None = None) -> None:
@@ -134,18 +140,27 @@ def test_a_browser_shows_it(tmp_path, width):
         pytest.skip("no chromium here: apt-get install chromium")
     looped(tmp_path / "a", steps=3)
     with Dashboard([tmp_path / "a"]) as board:
+        page = tmp_path / "page.html"  # a copy whose script measures
+        text = get(board, "/").text
+        page.write_text(text[: text.index("<script")] + MEASURE)
         argv = [chromium, "--headless", "--no-sandbox", "--disable-gpu"]
         argv += [f"--window-size={width},2000", f"--user-data-dir={tmp_path / 'profile'}"]
-        argv += ["--virtual-time-budget=8000", "--dump-dom", board.url]
-        dom = subprocess.run(argv, capture_output=True, text=True, timeout=120).stdout
+        argv += ["--hide-scrollbars", "--virtual-time-budget=8000"]
+        dom, measured = (
+            subprocess.run([*argv, "--dump-dom", of], capture_output=True, text=True, timeout=120)
+            for of in (board.url, page.as_uri())
+        )
         shot = tmp_path / "page.png"
-        argv = [*argv[:-2], "--hide-scrollbars", f"--screenshot={shot}", board.url]
+        argv += [f"--screenshot={shot}", board.url]
         subprocess.run(argv, capture_output=True, timeout=120, check=True)
-    assert "seen " in dom, "its script has asked again"
-    assert dom.count("<svg") >= 10
+    assert "seen " in dom.stdout, "its script has asked again"
+    sizes = re.search(r"<title>([\d ]+)</title>", measured.stdout)
+    assert sizes is not None, measured.stdout[:500]
+    plots, visible, content, window = map(int, sizes[1].split())
+    assert plots == visible == dom.stdout.count("<svg") >= 10
+    assert content <= window <= max(width, 500), "nothing is wider than the window"
     from PIL import Image
 
-    image = Image.open(shot).convert("RGB")
-    assert image.width == width, "no wider than the window"
-    shown = {color for count, color in image.getcolors(2**24) if count > 50}
+    colors = Image.open(shot).convert("RGB").getcolors(2**24)
+    shown = {color for count, color in colors if count > 50}
     assert (42, 111, 187) in shown, "the lines are drawn"

@@ -31,6 +31,8 @@ POINTS = 500
 SHOWN = 4
 """Best and worst samples of the newest step, and of the first one."""
 _TRAINER, _SAMPLER, _PAUSE, _BODY, _MORE = "#2a6fbb", "#2f9e6e", "#d64545", "#b9a03b", "#8458b3"
+_PARTS = "rewards/"
+"""Begins the metric of a reward's part."""
 _COLORS = (_TRAINER, _PAUSE, _SAMPLER, _MORE, _BODY)
 PLOTS: dict[str, tuple[str, ...]] = {
     "Reward": ("reward_mean", "reward_std"),
@@ -373,6 +375,14 @@ def _figures(plots: Plots, history: History) -> Iterable[str]:
         found = {name: values for name, values in found.items() if values}
         if found:
             yield figure_of(title, plots.lines(found))
+    parts: dict[str, dict[int, float]] = {}
+    for step, own in sorted(history.steps.items()):
+        for name, value in own.items():
+            if name.startswith(_PARTS):
+                parts.setdefault(name.removeprefix(_PARTS), {})[step] = value
+    for first in range(0, len(parts), len(_COLORS)):
+        some = dict(list(parts.items())[first : first + len(_COLORS)])
+        yield figure_of("Parts of the reward", plots.lines(some))
     if history.seconds:
         pauses = {n: s["job.pause"] for n, s in history.seconds.items() if "job.pause" in s}
         yield figure_of("Time of a step (s)", plots.phases(history.seconds))
@@ -395,7 +405,7 @@ def _samples(folder: Path) -> Iterable[str]:
 
 
 def _sample(sample: dict[str, Any]) -> str:
-    facts = " · ".join(f"{name} {value}" for name, value in browse.facts_of(sample).items())
+    facts = " · ".join(f"{name} {value}" for name, value in browse.details_of(sample).items())
     prompt, answer = browse.text_of(sample["prompt"]), sample["answer"]
     return (
         f"<article><h4>{html.escape(facts)}</h4><pre>{html.escape(prompt)}</pre>"

@@ -10,8 +10,8 @@ from statistics import fmean
 
 import pytest
 
-from splice import Completion
-from splice.rl import samples, sinks, trl_reward
+from splice import Completion, report
+from splice.rl import browse, samples, sinks, trl_reward
 from splice.rl.parts import PartedReward, as_reward, parts_of
 from splice.rl.turns import Scored
 from tests.rl.stand_in import StandIn
@@ -87,6 +87,18 @@ def test_an_environment_returns_parts_too(tmp_path):
     (step,) = steps_of(tmp_path, None, environment=play, steps=1)
     assert step.metrics["rewards/first"] == 1.0
     assert step.metrics["reward_mean"] == pytest.approx(1 + step.metrics["rewards/second"])
+
+
+def test_a_report_and_the_samples_show_them(tmp_path):
+    steps_of(tmp_path, parted, steps=2)
+    text = report.page(tmp_path)
+    plot = text[text.index("<h3>Parts of the reward</h3>") :]
+    assert ">mean</text>" in plot[: plot.index("</svg>")]
+    first = samples.read(tmp_path / samples.SAMPLES, 2)[0]
+    named = f"mean {first['rewards']['mean']:.4g}, even {first['rewards']['even']:.4g}"
+    assert f"of {named}" in text
+    del first["rewards"]
+    assert "of" not in browse.details_of(first), "one of an older loop"
 
 
 def test_trls_names():

@@ -64,11 +64,11 @@ class Scored:
     """Turns that train with one reward.
 
     Attributes:
-        reward: a number, or parts by name, of which it is the sum.
+        reward: a number; `as_reward({...})` for one with named parts.
         name: of the role that they play. Advantages compare rewards of the same name in a group.
     """
 
-    reward: float | Mapping[str, float]
+    reward: float
     turns: Sequence[Turn]
     name: str = ""
 

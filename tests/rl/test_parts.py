@@ -82,7 +82,8 @@ def test_a_part_that_is_no_number_is_said(tmp_path):
 def test_an_environment_returns_parts_too(tmp_path):
     async def play(row, sample):
         turn = await sample(row["prompt"])
-        return Scored(reward={"first": 1.0, "second": float(len(turn.token_ids))}, turns=[turn])
+        found = {"first": 1.0, "second": float(len(turn.token_ids))}
+        return Scored(reward=as_reward(found), turns=[turn]) if row["name"] else found
 
     (step,) = steps_of(tmp_path, None, environment=play, steps=1)
     assert step.metrics["rewards/first"] == 1.0

@@ -30,6 +30,7 @@ BENCHMARKS = {
     "sync": "whole publications, against vLLM's nccl engine",
     "pause": "gaps between tokens of many streams during a publication",
     "train": "tokens per second of a LoRA step, against a bare Megatron-Bridge loop and PEFT",
+    "long": "tokens per second of long sequences, and of prefixes that sequences share",
     "tinker": "a training cycle through the Tinker server, against SpliceClient",
     "loop": "whole RL steps: seconds by phase, share of idle time",
     "replay": "a MoE's log-prob gap with and without router replay",

@@ -239,7 +239,8 @@ def _cublaslt() -> int:
 def _check(name: str, ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> None:
     """What is measured is right."""
     for n, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        difference = float((one.float() - other.float()).norm() / other.float().norm())
+        one, other = one.detach().float(), other.detach().float()
+        difference = float((one - other).norm() / other.norm())
         if not difference < AGREE:
             raise AssertionError(f"{name}: result {n} differs from the peer's by {difference:.3g}")
 

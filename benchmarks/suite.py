@@ -162,6 +162,8 @@ TASKS = (
     _cluster("pause-30b-a3b", "pause", 600, SPLICE_BENCH_PAUSE="keep,keep_kv,stock"),
     _bench("train-8b", "train", 1, 300, SPLICE_BENCH_SHAPES="8b"),
     _bench("train-30b-a3b", "train", 1, 500, SPLICE_BENCH_SHAPES="30b-a3b"),
+    _bench("long-8b", "long", 1, 580, SPLICE_BENCH_SHAPES="8b"),
+    _bench("long-30b-a3b", "long", 1, 580, SPLICE_BENCH_SHAPES="30b-a3b"),
     _bench(
         "train-2-30b-a3b",
         "train",

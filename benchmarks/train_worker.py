@@ -75,8 +75,8 @@ class Data:
 FLOPS_KNOWN = ("qwen3", "qwen3_moe")
 
 
-def step_flops(config: dict[str, Any], data: Data) -> float:
-    """See `benchmarks.train` for the formula."""
+def frozen_and_adapters(config: dict[str, Any]) -> tuple[int, int]:
+    """Frozen weights and adapters' weights that a token passes."""
     hidden, heads, dim = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
     kv = config["num_key_value_heads"] * dim
     linears = [(hidden, heads * dim), (hidden, kv), (hidden, kv), (heads * dim, hidden)]
@@ -84,9 +84,16 @@ def step_flops(config: dict[str, Any], data: Data) -> float:
     inner = config["moe_intermediate_size"] if experts else config["intermediate_size"]
     mlp = [(hidden, inner), (hidden, inner), (inner, hidden)]
     linears += mlp * (config["num_experts_per_tok"] if experts else 1)
-    layers, total = config["num_hidden_layers"], sum(data.lengths)
+    layers = config["num_hidden_layers"]
     frozen = layers * (sum(i * o for i, o in linears) + hidden * experts)
-    adapters = layers * sum(RANK * (i + o) for i, o in linears)
+    return frozen, layers * sum(RANK * (i + o) for i, o in linears)
+
+
+def step_flops(config: dict[str, Any], data: Data) -> float:
+    """See `benchmarks.train` for the formula."""
+    frozen, adapters = frozen_and_adapters(config)
+    hidden, heads, dim = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
+    layers, total = config["num_hidden_layers"], sum(data.lengths)
     contexts = sum(n * (n + 1) / 2 for n in data.lengths)
     head = 4 * hidden * config["vocab_size"] * int(data.mask.sum())
     return total * (4 * frozen + 6 * adapters) + layers * 12 * heads * dim * contexts + head

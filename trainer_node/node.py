@@ -140,6 +140,7 @@ class Node:
             "memory": config.memory,
             "micro_batch_tokens": self.trainer.micro_batch_tokens,
             "fallbacks": model.fallbacks,
+            "shared_prefixes": model.sharing_obstacle or "computed once",
             "losses": loss_names(),
         }
 

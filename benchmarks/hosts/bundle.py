@@ -59,7 +59,7 @@ def main(
     out: Path,
     environments: Annotated[list[str], typer.Argument(help="NAME=FOLDER each.")],
     arch: Annotated[int, typer.Option(help="The GPUs' architecture: 90 for Hopper.")] = 90,
-    part_mib: Annotated[int, typer.Option(help="Size of a part.")] = 60,
+    part_bytes: Annotated[int, typer.Option(help="Size of a part.")] = 60 * 2**20,
     drop: Annotated[list[str], typer.Option(help="More of what stays behind.")] = [],  # noqa: B006
     level: Annotated[int, typer.Option(help="Of xz.")] = 5,
 ) -> None:
@@ -72,7 +72,7 @@ def main(
             copy(Path(environment), stage / name, (*DROP, *drop))
         link_equal(stage, list(found))
         print(f"zeroed {prune_all(stage, arch) / 1e9:.1f} GB of other architectures")
-        parts = pack(stage, out, part_bytes=part_mib * 2**20, level=level)
+        parts = pack(stage, out, part_bytes=part_bytes, level=level)
     sums = [f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.name}\n" for p in parts]
     (out / "y0" / "parts.sha256").write_text("".join(sums))
     script = UNPACK.read_text().replace(NAMES, f"names='{' '.join(found)}'")

@@ -37,7 +37,7 @@ _JOIN_AGAIN = "Open a new transfer group and publish the version again."
 REMEDIES: dict[ErrorCode, str] = {
     ErrorCode.BAD_INPUT: "Correct the request, then submit it again.",
     ErrorCode.TOO_LONG: "Leave the sequence out or cut it, or start the trainer with recompute = "
-    "'full' or more parallel.context, tensor or pipeline.",
+    "'auto' and more parallel.context, tensor or pipeline.",
     ErrorCode.NOT_READY: "Send the request named above first.",
     ErrorCode.PLAN_REFUSED: "Trainer and served model differ; start both from the same checkpoint "
     "and dtype, then plan the publication again.",

@@ -241,11 +241,18 @@ class TrainerConfig(Settings):
     Sequences are packed up to this number without attending to each other. A longer sequence has
     its own pass. Context-parallel ranks share the tokens. The number affects memory and speed, not
     results. auto: on a GPU, as many as fit into its memory, measured at the start, at most 65,536,
-    and the same on all ranks; on a CPU, 4096. With auto on a GPU, a sequence that does not fit is
-    refused by name; a number measures nothing."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that the backward pass recomputes: none, those of core attention, or all but each
-    layer's input."""
+    and the same on all ranks; on a CPU, 4096."""
+    recompute: Literal["auto", "none", "selective", "full"] = "auto"
+    """Activations that the backward pass recomputes.
+
+    auto: in each pass those of as few layers as its tokens need to fit into the GPU's memory,
+    measured at the start; a sequence that fits in no way is refused by name. On a CPU, none.
+    selective: those of core attention, which fused kernels do not keep anyway. full: all but each
+    layer's input. With a number in micro_batch_tokens, only auto measures."""
+    shared_prefixes: bool = True
+    """Compute a prefix that several sequences of a batch share once, such as the prompt of a group
+    of answers. Log-probs and gradients are the same within rounding. Where the model's layers
+    cannot, each sequence is computed, and the trainer's log says why."""
     compile: bool = False
     """Compile each decoder layer with torch.compile. The first steps are then slow."""
     loss_modules: tuple[str, ...] = ()

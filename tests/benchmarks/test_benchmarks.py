@@ -38,7 +38,12 @@ CASE_KEYS = {
     "peer_samples",
     "settings",
 }
-WITHOUT_PEER = {"control/empty-job-p99", "control/one-commit", "save/tiny/adapter"}
+WITHOUT_PEER = {
+    "tiny-dense/long/48",
+    "control/empty-job-p99",
+    "control/one-commit",
+    "save/tiny/adapter",
+}
 SMALL = {
     "control": {"control/empty-job", "control/empty-job-p99", "control/one-commit"},
     "wire": {"wire/64KiB", "wire/1MiB", "wire/8MiB"},
@@ -56,6 +61,7 @@ SMALL = {
     "export": {"export/tiny/wire", "export/tiny/manifest", "export/tiny/plan"},
     "arrival": {"arrival/16x2048"},
     "save": {"save/tiny/checkpoint", "save/tiny/adapter"},
+    "long": {"tiny-dense/tree/4x8+32", "tiny-dense/long/48"},
     "logits": {"logits/chunked-256", "logits/default-256"},
     "fidelity": {"tiny/matrix/lr0.001/rank8/seed1/step2/stochastic"},
 }

@@ -53,6 +53,7 @@ from trainer_node.node import Node
 from trainer_node.ranks.lockstep import Failure
 from trainer_node.request import Outcome
 from trainer_node.training.batch import TooLong
+from trainer_node.training.memory_model import MemoryModel, RankMemory
 
 POINTS, STEP_POINTS = 4, 50
 """Operations of each handler, and of a first step, that fail one after the other."""
@@ -308,21 +309,42 @@ def check_too_long(bench: Bench) -> None:
     fields, buffers = training(name="cross_entropy")
     batch = {"loss": fields["loss"], "tensors": fields["tensors"]}
     trainer = bench.node.trainer
-    assert trainer.longest_sequence is None, "on a CPU nothing is measured"
+    assert not trainer.memory, "on a CPU nothing is measured"
     bench.ok(ForwardBackward, buffers, **batch)
-    trainer.longest_sequence = 11
-    for kind, given, carried in (
-        (Forward, {"tensors": fields["tensors"][:2]}, buffers[:2]),
-        (ForwardBackward, batch, buffers),
-        (TrainMerged, {"version": 1, "checkpoint_dir": str(bench.out / "1"), **fields}, buffers),
+
+    def holding(trained: int, scored: int) -> tuple[RankMemory, ...]:
+        ends = (MemoryModel(fixed_bytes=0.0, bytes_per_token=60 / n) for n in (trained, scored))
+        recomputed, forward = ends
+        kept = MemoryModel(fixed_bytes=0.0, bytes_per_token=60.0)
+        return (
+            RankMemory(
+                kept=kept, recomputed=recomputed, scored=forward, room_bytes=50.0, margin_bytes=10.0
+            ),
+        )
+
+    scoring = (Forward, {"tensors": fields["tensors"][:2]}, buffers[:2], "without a backward pass")
+    how = "with recompute = 'full'"
+    for kind, given, carried, way in (
+        scoring,
+        (ForwardBackward, batch, buffers, how),
+        (
+            TrainMerged,
+            {"version": 1, "checkpoint_dir": str(bench.out / "1"), **fields},
+            buffers,
+            how,
+        ),
     ):
+        trainer.memory = holding(*((12, 11) if kind is Forward else (11, 12)))
         assert bench.ask(kind, carried, **given) is None
         (failure,) = bench.failures
         assert failure.kind == "TooLong" and TooLong.code == ErrorCode.TOO_LONG
-        assert "sequence 2 has 12 tokens, and the GPU's memory suffices for 11" in failure.text
+        holds = f"sequence 2 has 12 tokens; this trainer holds 11 {way}; raise parallel.context"
+        assert holds in failure.text
         assert trainer.first_forward_s == 0 and trainer.pending.num_batches == 1
-    trainer.longest_sequence = 12
+    trainer.memory = holding(12, 11)
     bench.ok(ForwardBackward, buffers, **batch)
+    trainer.memory = holding(11, 12)
+    bench.ok(scoring[0], scoring[2], **scoring[1])
 
 
 def check_peaks(bench: Bench) -> None:

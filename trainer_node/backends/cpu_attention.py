@@ -4,6 +4,9 @@ Sliding windows (Beltagy et al. 2020, arXiv:2004.05150) limit how far back a tok
 (Xiao et al. 2023, arXiv:2309.17453; as a learned logit in GPT-OSS) takes a part of the softmax that
 adds nothing to the output: it is a key whose logit is given and whose value is 0.
 
+A sequence may bring more keys than queries (`trainer_node.model.paths`). The queries are then its
+last tokens.
+
 Axes: T = tokens of the pack on this rank, Q = of one sequence, K = tokens of the whole sequence,
 A = heads, G = key-value heads, D = their size, V = the values' size.
 """
@@ -32,6 +35,7 @@ def attend(
     window: int | None,
     sink_A: torch.Tensor | None,
     context_group: Any,
+    key_bounds: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Attend: [T, A, D] -> [T, A * V].
 
@@ -42,8 +46,11 @@ def attend(
         bounds: where each whole sequence begins, and the whole pack's length.
         window: how many tokens before itself a token sees; None: all.
         sink_A: the logit of each head's sink.
+        key_bounds: where each sequence's keys begin; None: as the queries.
     """
+    key_bounds = bounds if key_bounds is None else key_bounds
     lengths = [end - start for start, end in pairwise(bounds)]
+    key_lengths = [end - start for start, end in pairwise(key_bounds)]
     size, rank = context_group.size(), context_group.rank()
     if size > 1:
         # Gathered rank by rank; the backward pass adds the ranks' gradients up and gives each its
@@ -58,9 +65,9 @@ def attend(
     heads_of_group = query_TAD.shape[1] // key_TGD.shape[1]
     pieces = zip(
         query_TAD.split([n // size for n in lengths]),
-        key_TGD.split(lengths),
-        value_TGV.split(lengths),
-        lengths,
+        key_TGD.split(key_lengths),
+        value_TGV.split(key_lengths),
+        key_lengths,
         strict=True,
     )
     outputs = []
@@ -69,8 +76,9 @@ def attend(
         if heads_of_group > 1:
             k_AKD, v_AKV = (t.repeat_interleave(heads_of_group, dim=0) for t in (k_AKD, v_AKV))
         mask = None
-        if size > 1 or window is not None or sink_A is not None:
-            mask = _visible(length, window, rank=rank, size=size).to(query.device)
+        given = len(query) * size
+        if size > 1 or window is not None or sink_A is not None or given < length:
+            mask = _visible(given, length, window, rank=rank, size=size).to(query.device)
         if sink_A is not None and mask is not None:
             mask = _with_sink(mask, sink_A.to(q_AQD.dtype))
             k_AKD, v_AKV = (functional.pad(t, (0, 0, 1, 0)) for t in (k_AKD, v_AKV))
@@ -86,9 +94,10 @@ def attend(
     return torch.cat(outputs)
 
 
-def _visible(length: int, window: int | None, *, rank: int, size: int) -> torch.Tensor:
-    """Which tokens of a sequence each of this rank's sees, [Q, K]."""
-    own = torch.arange(length)
+def _visible(given: int, length: int, window: int | None, *, rank: int, size: int) -> torch.Tensor:
+    """Which tokens of a sequence each of this rank's sees, [Q, K]; the queries are those of its
+    last `given` tokens."""
+    own = torch.arange(length - given, length)
     if size > 1:
         own = torch.from_numpy(context_places([0, length], rank=rank, size=size))
     back_QK = own[:, None] - torch.arange(length)

@@ -258,6 +258,7 @@ class TEDotProductAttention(nn.Module):
             key,
             value,
             packed_seq_params.cu_seqlens_q.tolist(),
+            key_bounds=packed_seq_params.cu_seqlens_kv.tolist(),
             scale=self.softmax_scale,
             window=self._window,
             sink_A=self.softmax_offset,

@@ -33,7 +33,7 @@ from trainer_node.hf import language_part
 from trainer_node.hf.checkpoint import HfCheckpoint, tensor_files, warn_of_rounding
 from trainer_node.hf.names import strip_wrappers
 from trainer_node.layout.layouts import layouts
-from trainer_node.model import providers
+from trainer_node.model import paths, providers, recompute
 from trainer_node.model.model import Model
 from trainer_node.model.parameters import (
     VOCAB_PARAMS,
@@ -118,6 +118,7 @@ def build(config: TrainerConfig, hf_config: Any) -> Model:
         experts=experts,
         num_parameters=num_parameters,
         fallbacks=_fallbacks(config, provider, device, modules[0], adapters),
+        sharing_obstacle=_sharing_obstacle(config, provider, modules[0]),
     )
 
 
@@ -174,12 +175,8 @@ def _megatron_model(config: TrainerConfig, provider: Any, device: torch.device) 
     model = provider.provide(pre_process=first, post_process=last)
     providers.settle(model, provider)
     model.to(device)
-    if first and config.recompute == "full":
-        # Megatron's checkpointing is reentrant: adapters get gradients only if an input requires
-        # one.
-        model.embedding.register_forward_hook(
-            lambda _module, _args, output: output.requires_grad_()
-        )
+    if first:
+        recompute.follow(model)
     if config.compile:
         for layer in model.decoder.layers:
             layer.compile(backend=COMPILE_BACKEND)
@@ -286,6 +283,16 @@ def _conversion_tasks(
 
 
 # ---------------------------------------------------------------- what runs slower than it could
+
+
+def _sharing_obstacle(config: TrainerConfig, provider: Any, module: Any) -> str | None:
+    """Why prefixes are computed for each sequence. None: the model's layers can share them."""
+    why = paths.obstacle(module, provider, config)
+    if why is None:
+        paths.follow(module)
+    else:
+        log.info("prefixes are computed for each sequence: %s", why)
+    return why
 
 
 def _fallbacks(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -24,12 +24,15 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from orchestrator.errors import ConfigError
 from trainer_node.backends import cudnn
 from trainer_node.backends.cpu_attention import attend
-from trainer_node.model import rng
+from trainer_node.model import paths, rng
 from trainer_node.model.model import Model
+from trainer_node.ranks import objects
 
 LENGTHS = (700, 64, 333)
 LONGEST = 2500
 """Of the first sequence, which is longer than the layer's window, unless that is longer yet."""
+SHORTER = 100
+"""Tokens of the first sequence that the others do not begin with."""
 BOUND = 0.03
 """Of a tensor's norm: some times what bf16 leaves."""
 NAMES = ("output", "query's gradient", "key's gradient", "value's gradient")
@@ -89,6 +92,28 @@ def check(model: Model) -> None:
         rng.restore(generators, model.device)
 
 
+def paths_obstacle(model: Model) -> str | None:
+    """Why sequences cannot share prefixes on this GPU: its kernels cannot attend along paths, or do
+    it wrong. None: they can. A collective."""
+    why = None
+    if model.config.dtype != "bfloat16":
+        why = "fused attention wants bfloat16"
+    generators = rng.state(model.device)
+    try:
+        for kind, layer in () if why else layers_of(model).items():
+            found = differences_of(layer, kind, model.device, shares=True)
+            if not all(difference <= BOUND for difference in found):  # NaN too
+                why = f"attention along paths is wrong by {max(found):.0%} with {kind}"
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, AssertionError) as error:
+        why = f"no kernel attends along paths: {error}"
+    finally:
+        rng.restore(generators, model.device)
+    everyones = objects.all_gather(why, group=model.control_group)
+    return next((reason for reason in everyones if reason), None)
+
+
 def layers_of(model: Model) -> dict[Kind, Attention]:
     """Each kind of attention in a model -> a layer of it."""
     layers = (m for m in model.modules[0].modules() if isinstance(m, Attention))
@@ -115,8 +140,14 @@ def _advice() -> str:
     return f"TransformerEngine loaded cuDNN {cudnn.version()}: {cudnn.advice()}"
 
 
-def differences_of(layer: Attention, kind: Kind, device: torch.device) -> list[float]:
-    """Of a layer's output and gradients (NAMES) to torch's, relative to their norms."""
+def differences_of(
+    layer: Attention, kind: Kind, device: torch.device, *, shares: bool = False
+) -> list[float]:
+    """Of a layer's output and gradients (NAMES) to torch's, relative to their norms.
+
+    Args:
+        shares: whether the later sequences begin with tokens of the first one (`model.paths`).
+    """
     beyond = 0 if kind.window is None else min(LONGEST, kind.window + 200)
     lengths = (max(LENGTHS[0], beyond), *LENGTHS[1:])
     bounds = list(accumulate(lengths, initial=0))
@@ -128,6 +159,20 @@ def differences_of(layer: Attention, kind: Kind, device: torch.device) -> list[f
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
     )
+    runs, key_bounds = [(0, bounds[-1])], bounds
+    if shares:
+        common = lengths[0] - SHORTER
+        runs = [(0, lengths[0])]
+        for start, length in zip(bounds[1:], lengths[1:], strict=False):
+            runs += [(0, common), (start, length)]
+        keys = [lengths[0], *(common + n for n in lengths[1:])]
+        key_bounds = list(accumulate(keys, initial=0))
+        along = replace(
+            packed,
+            cu_seqlens_kv=torch.tensor(key_bounds, dtype=torch.int32, device=device),
+            max_seqlen_kv=max(keys),
+        )
+        packed.paths = paths.Paths(runs=tuple(runs), packed=along)  # type: ignore[attr-defined]
 
     def kernel(*qkv: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = layer._run_core_attention(
@@ -137,8 +182,9 @@ def differences_of(layer: Attention, kind: Kind, device: torch.device) -> list[f
 
     def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         sinks = layer.core_attention.softmax_offset.flatten() if kind.has_sinks else None
+        k, v = (torch.cat([t[start : start + n] for start, n in runs]) for t in (k, v))
         return attend(
-            q, k, v, bounds,
+            q, k, v, bounds, key_bounds=key_bounds,
             scale=kind.scale, window=kind.window, sink_A=sinks, context_group=_ONE_RANK,
         )  # fmt: skip # tensors, then rules
 

@@ -59,6 +59,8 @@ class Model:
     """Trainable elements of the whole model."""
     fallbacks: dict[str, str]
     """Parts that run slower than they could -> what they do instead, and why."""
+    sharing_obstacle: str | None
+    """Why prefixes are computed for each sequence; None: those that sequences share, once."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -87,10 +87,8 @@ def prepare(provider: Any, bridge: Any, config: TrainerConfig, hf_config: Any) -
     provider.finalize_model_grads_func = None
     provider.attention_dropout = provider.hidden_dropout = 0.0
     provider.perform_initialization = False
-    if config.recompute != "none":
+    if config.recompute == "selective":  # `recompute` switches all other ways, pack by pack
         provider.recompute_granularity = config.recompute
-    if config.recompute == "full":
-        provider.recompute_method, provider.recompute_num_layers = "uniform", 1
     if config.device == "cpu":
         cpu_shims.without_cuda(provider)
     elif _has_delta_nets(provider):

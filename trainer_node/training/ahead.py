@@ -124,7 +124,7 @@ class Ahead:
         used, ranks = self._trainer.used, parallel_state.get_data_parallel_world_size()
         if message is not None:
             tokens = min(tokens, _shape_of(message, "tokens") // ranks)
-        return used.seconds * ranks * tokens / max(1, used.num_rows)
+        return used.seconds * ranks * tokens / max(1, used.num_rows - used.num_shared)
 
     def _begin(self, envelope: Envelope | None) -> None:
         assert envelope is not None

@@ -160,11 +160,12 @@ def _arrays(
     return {s.name: arrays[s.name].reshape(s.shape) for s in specs}
 
 
-def check_fits(batch: Batch, longest: int | None) -> None:
+def check_fits(batch: Batch, longest: int | None, way: str) -> None:
     """Refuse a sequence for which the GPU's memory does not suffice, before anything runs.
 
     Args:
         longest: tokens of the longest sequence that fits. None: nobody knows.
+        way: how that one would run.
 
     Raises:
         TooLong: names the sequence, its tokens and the number that fits.
@@ -172,8 +173,8 @@ def check_fits(batch: Batch, longest: int | None) -> None:
     for number, length in enumerate(batch.lengths):
         if longest is not None and length > longest:
             raise TooLong(
-                f"sequence_lengths: sequence {number} has {length} tokens, and the GPU's memory "
-                f"suffices for {longest}"
+                f"sequence_lengths: sequence {number} has {length:,} tokens; this trainer holds "
+                f"{longest:,} {way}; raise parallel.context"
             )
 
 

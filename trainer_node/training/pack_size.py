@@ -1,21 +1,22 @@
-"""Finds the pack size for which the GPU's memory suffices, with a measured memory model.
+"""Measures what fits into the GPU's memory: pack size, longest sequence, what is recomputed.
 
-    for a few sizes: a forward and backward pass of made-up tokens on the real model -> peak bytes
-        over what was held before
-    -> peak(tokens) = fixed + per_token * tokens -> the most tokens for which it fits -> the
-    smallest number of all ranks
+    for a few sizes: a pass of made-up tokens on the real model -> peak bytes over what was held
+        before
+    -> `memory_model.RankMemory` -> the most tokens of a pack, the smallest number of all ranks
 
-The probes run at start-up, with every gradient allocated, as in all micro-batches of a step except
-its first. They keep room for AdamW's moments, which do not exist yet. Gradients, sums and
-generators are the same afterwards. The probes also load every kernel that the first job needs.
+Passes that keep every activation, passes that recompute every layer, and forward passes have a
+line each. The probes run at start-up, with every gradient allocated, as in all micro-batches of a
+step except its first. They keep room for AdamW's moments, which do not exist yet. Gradients, sums
+and generators are the same afterwards. The probes also load every kernel that the first job needs.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,13 +25,21 @@ from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import LossSpec
 from trainer_node.model import rng
 from trainer_node.model.offload import free_bytes
+from trainer_node.ranks import objects
 from trainer_node.training.batch import Batch
+from trainer_node.training.memory_model import (
+    LEAST_TOKENS,
+    STEP,
+    MemoryModel,
+    RankMemory,
+    choose,
+    fit,
+)
 from trainer_node.training.trainer import Trainer
 
 log = logging.getLogger("splice.trainer")
 
-LEAST_TOKENS, MOST_TOKENS, STEP = 256, 65_536, 256
-FIRST_PROBES = (1024, 3072)
+FIRST_PROBES = (LEAST_TOKENS, 1024, 3072)
 SENDER_BYTES = 2 << 30
 """Ring that publications are sent from. It stays allocated between them."""
 GATHER_BYTES = 1 << 30
@@ -39,65 +48,27 @@ CHANCE = 0.04
 """Fraction by which two measurements of one model on one GPU may differ; less than MARGIN."""
 MARGIN = 0.06
 """Fraction of the GPU's memory kept for fragmentation, uneven experts and libraries' workspaces."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryModel:
-    """Peak bytes of a forward and backward pass, over what is held between them."""
-
-    fixed_bytes: float
-    bytes_per_token: float
-
-    def peak_bytes(self, tokens: int) -> float:
-        """Return the peak bytes of a pack with this many tokens."""
-        return self.fixed_bytes + self.bytes_per_token * tokens
-
-
-def fit(samples: Sequence[tuple[int, int]]) -> MemoryModel:
-    """Fit a line through (tokens, peak bytes) by least squares.
-
-    If the fixed part is negative, or the peaks do not grow with the tokens, the fixed part is 0 and
-    the slope covers every sample. A tiny model's peaks are mostly workspaces.
-
-    Raises:
-        ValueError: fewer than two different sizes.
-    """
-    if len({tokens for tokens, _ in samples}) < 2:
-        raise ValueError(f"a memory model needs probes of two sizes at least, got {list(samples)}")
-    mean_tokens = sum(t for t, _ in samples) / len(samples)
-    mean_bytes = sum(b for _, b in samples) / len(samples)
-    slope = sum((t - mean_tokens) * (b - mean_bytes) for t, b in samples) / sum(
-        (t - mean_tokens) ** 2 for t, _ in samples
-    )
-    fixed = mean_bytes - slope * mean_tokens
-    if slope <= 0 or fixed < 0:
-        return MemoryModel(fixed_bytes=0.0, bytes_per_token=max(b / t for t, b in samples))
-    return MemoryModel(fixed_bytes=fixed, bytes_per_token=slope)
-
-
-def choose(model: MemoryModel, *, room_bytes: int) -> int:
-    """The most tokens that fit, a multiple of `STEP`, at most `MOST_TOKENS`; 0 where not even
-    `LEAST_TOKENS` do."""
-    tokens = min(longest(model, room_bytes=room_bytes), MOST_TOKENS) // STEP * STEP
-    return tokens if tokens >= LEAST_TOKENS else 0
-
-
-def longest(model: MemoryModel, *, room_bytes: float) -> int:
-    """Tokens of the longest sequence that fits, in its own pack."""
-    return max(0, math.floor((room_bytes - model.fixed_bytes) / model.bytes_per_token))
+SHARES = {"none": (0.0,), "selective": (0.0,), "full": (1.0,), "auto": (0.0, 1.0)}
+"""Shares of the layers to recompute that are measured, for each value of `recompute`."""
 
 
 def tokens_for(trainer: Trainer) -> int:
-    """Return the config's `micro_batch_tokens`, or the measured number. A measurement also sets the
-    trainer's `longest_sequence`. A collective.
+    """Return the pack size: the config's, or the measured one. A measurement also sets the
+    trainer's `memory`. A collective.
 
     Raises:
         ConfigError: nothing fits. Says how much memory is missing.
     """
-    wanted = trainer.model.config.micro_batch_tokens
-    if wanted != "auto":
-        return wanted
-    return trainer.micro_batch_tokens if trainer.model.device.type == "cpu" else _measured(trainer)
+    config = trainer.model.config
+    if trainer.model.device.type == "cuda" and "auto" in (
+        config.micro_batch_tokens,
+        config.recompute,
+    ):
+        trainer.memory = _measured(trainer)
+        if config.micro_batch_tokens == "auto":
+            return min(rank.pack_tokens for rank in trainer.memory)
+    wanted = config.micro_batch_tokens
+    return trainer.micro_batch_tokens if wanted == "auto" else wanted
 
 
 def remember(trainer: Trainer, saved: int | None) -> None:
@@ -110,57 +81,84 @@ def remember(trainer: Trainer, saved: int | None) -> None:
         trainer.micro_batch_tokens = saved
 
 
-def _measured(trainer: Trainer) -> int:
-    probe(trainer, LEAST_TOKENS)  # libraries take their workspaces for good
-    samples = [(tokens, _peak(trainer, tokens)) for tokens in FIRST_PROBES]
-    # A third one near the middle of what these promise: small packs say little about the slope.
-    far = _same_on_all(choose(fit(samples), room_bytes=_room(trainer)), trainer) // 2 // STEP * STEP
-    if far > FIRST_PROBES[-1]:
-        samples = [samples[-1], (far, _peak(trainer, far))]
-    model, room = fit(samples), _room(trainer)
-    tokens = _same_on_all(choose(model, room_bytes=room), trainer)
-    # The margin is there for a sequence that somebody wants to train on.
-    most = _same_on_all(longest(model, room_bytes=room + _margin_bytes()), trainer)
-    trainer.longest_sequence = most
-    log.info(
-        "memory model: %.2f GB + %.1f KB a token, from %s; room %.2f GB -> "
-        "micro_batch_tokens = %d; the longest sequence that fits has %d",
-        model.fixed_bytes / 1e9,
-        model.bytes_per_token / 1e3,
-        [(t, round(b / 1e9, 2)) for t, b in samples],
-        room / 1e9,
-        tokens,
-        most,
+def _measured(trainer: Trainer) -> tuple[RankMemory, ...]:
+    """All ranks' memory."""
+    shares = SHARES[trainer.model.config.recompute]
+    probe(trainer, LEAST_TOKENS, share=shares[-1])  # libraries take their workspaces for good
+    models = {share: _model(trainer, partial(probe, trainer, share=share)) for share in shares}
+    own = RankMemory(
+        kept=models.get(0.0),
+        recomputed=models.get(1.0),
+        scored=_model(trainer, partial(probe, trainer, forward_only=True)),
+        room_bytes=_room(trainer),
+        margin_bytes=_margin_bytes(),
     )
-    if tokens == 0:
+    gathered = objects.all_gather(asdict(own), group=trainer.model.control_group)
+    everyones = tuple(RankMemory.of(fields) for fields in gathered)
+    log.info(
+        "memory model: %s with every activation kept, %s with every layer recomputed, %s forward "
+        "only; room %.2f GB -> packs of %d tokens; the longest sequence to train on has %d, to "
+        "score %d",
+        own.kept,
+        own.recomputed,
+        own.scored,
+        own.room_bytes / 1e9,
+        *(min(getattr(rank, name) for rank in everyones) for name in _LIMITS),
+    )
+    if not min(rank.pack_tokens for rank in everyones):
+        smallest = min(m.peak_bytes(LEAST_TOKENS) for m in models.values())
         raise ConfigError(
             f"no memory for a pack of {LEAST_TOKENS} tokens: it takes "
-            f"{model.peak_bytes(LEAST_TOKENS) / 1e9:.1f} GB and a rank has "
-            f"{room / 1e9:.1f} GB left; use recompute = 'full', more parallel.tensor, expert or "
-            "pipeline, or set micro_batch_tokens"
+            f"{smallest / 1e9:.1f} GB and a rank has {own.room_bytes / 1e9:.1f} GB left; use "
+            "recompute = 'auto', more parallel.tensor, expert or pipeline"
         )
-    return tokens
+    return everyones
 
 
-def _same_on_all(tokens: int, trainer: Trainer) -> int:
-    least = torch.tensor(tokens)
+_LIMITS = ("pack_tokens", "longest_trained", "longest_scored")
+
+
+def _model(trainer: Trainer, run: Callable[[int], None]) -> MemoryModel:
+    """The line through the peaks of passes of a few sizes. A pass that might not fit is left out.
+
+    Args:
+        run: makes a pass over so many tokens.
+    """
+    samples: list[tuple[int, int]] = []
+    for tokens in FIRST_PROBES:
+        # A peak grows with the tokens at most.
+        bound = samples[-1][1] * tokens / samples[-1][0] if samples else 0.0
+        if not _same_on_all(int(bound <= _room(trainer)), trainer):
+            break
+        samples.append((tokens, _peak(trainer, tokens, run)))
+    if len(samples) == 1:
+        return MemoryModel(fixed_bytes=0.0, bytes_per_token=samples[0][1] / samples[0][0])
+    # Another one near the middle of what these promise: small packs say little about the slope.
+    promised = choose(fit(samples[-2:]), room_bytes=_room(trainer))
+    far = _same_on_all(promised, trainer) // 2 // STEP * STEP
+    if far > samples[-1][0]:
+        samples.append((far, _peak(trainer, far, run)))
+    return fit(samples[-2:])
+
+
+def _same_on_all(value: int, trainer: Trainer) -> int:
+    least = torch.tensor(value)
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=trainer.model.control_group)
     return int(least)
 
 
-def _peak(trainer: Trainer, tokens: int) -> int:
-    """Most bytes allocated during a probe, over what is held before it."""
+def _peak(trainer: Trainer, tokens: int, run: Callable[[int], None]) -> int:
+    """Most bytes allocated during a pass, over what is held before it."""
     for p in trainer.model.params:
         p.grad  # noqa: B018  (made where there is none)
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     try:
-        probe(trainer, tokens)
+        run(tokens)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"measuring how large a pack may be, {tokens} tokens did not fit on the GPU; set "
-            "micro_batch_tokens to fewer, or use "
+            f"measuring how large a pack may be, {tokens} tokens did not fit on the GPU; use "
             "recompute = 'full' or more parallel.tensor, expert or pipeline"
         ) from error
     torch.cuda.synchronize()
@@ -188,10 +186,14 @@ def _margin_bytes() -> float:
     return MARGIN * torch.cuda.mem_get_info()[1]
 
 
-def probe(trainer: Trainer, tokens: int) -> None:
+def probe(trainer: Trainer, tokens: int, *, share: float = 0.0, forward_only: bool = False) -> None:
     """Run a forward and backward pass over packs of made-up tokens with loss. A collective.
 
     There are enough packs to fill the pipeline. The pass leaves no trace.
+
+    Args:
+        share: of the layers, to recompute.
+        forward_only: without the backward pass.
 
     Raises:
         RuntimeError: gradients are pending; the pass would drop them.
@@ -214,10 +216,15 @@ def probe(trainer: Trainer, tokens: int) -> None:
         lengths=(length,) * (total // length),
     )
     generators, budget = rng.state(model.device), trainer.micro_batch_tokens
-    trainer.micro_batch_tokens = tokens
+    memory, trainer.memory = trainer.memory, ()
+    trainer.micro_batch_tokens, trainer.forced_share = tokens, share
     try:
-        trainer.forward_backward(batch, LossSpec(name="importance_sampling"))
+        if forward_only:
+            trainer.forward(batch)
+        else:
+            trainer.forward_backward(batch, LossSpec(name="importance_sampling"))
     finally:
-        trainer.micro_batch_tokens = budget
+        trainer.micro_batch_tokens, trainer.forced_share = budget, None
+        trainer.memory = memory
         trainer.drop_pending()
         rng.restore(generators, model.device)

@@ -10,6 +10,9 @@ require. Late tokens attend to more tokens than early ones, so this gives every 
 sequence is padded at its end to a multiple of that number; causal attention never looks there.
 Targets and whatever else the losses need are cut from the whole sequence, so nothing depends on
 where the borders are.
+
+Sequences that share a prefix (`prefixes`) have it once in a pack. A sequence's own tokens follow
+its predecessor's, and its path says where all its tokens are.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,6 +28,17 @@ import torch
 
 from trainer_node.layout.context import context_places
 from trainer_node.training.batch import CPU, Batch
+from trainer_node.training.prefixes import Bundle, bundles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """How shared prefixes are computed once."""
+
+    most: int
+    """Load of a bundle of sequences that are longer than the pack size: what fits at most."""
+    copy_load: float
+    """Memory of a token's keys and values, of what the whole token takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +55,14 @@ class MicroBatch:
     positions_L: torch.Tensor
     """From 0 in each sequence."""
     cu_seqlens: torch.Tensor
-    """int32: where each sequence of the whole pack begins, and the pack's length at the end."""
+    """int32: where each sequence of the whole pack begins (its own tokens, if it shares a prefix),
+    and the pack's length at the end."""
     max_seqlen: int
     """Longest piece of this micro-batch. Never more: Megatron (0.19) takes rotary tables of length
     L to be a whole pack's."""
     predictors_N: torch.Tensor
-    """Index in L at which the model predicts the token: one before it. Negative: on another
-    context-parallel rank."""
+    """Index in L at which the model predicts the token: that of the token before it. Negative: on
+    another context-parallel rank."""
     here_M: torch.Tensor | None
     """Which of the N this rank predicts; None: all."""
     rows_L: torch.Tensor
@@ -68,6 +84,14 @@ class MicroBatch:
     """Index of the tokens with loss among the N; None: all of them have it."""
     loss_M: torch.Tensor | None = None
     """The same among the M."""
+    paths: tuple[tuple[int, int], ...] | None = None
+    """(place in L, count) of the tokens of each sequence that has tokens of its own, one after the
+    other: all its tokens. None: nothing is shared."""
+    cu_paths: torch.Tensor | None = None
+    """int32: where each sequence's tokens begin among those."""
+    max_path: int = 0
+    load: int = 0
+    """Tokens of the whole pack, with what copies of shared keys and values take of the memory."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -112,21 +136,28 @@ def move_in_one_copy(
 
 
 def pack(
-    lengths: Sequence[int], *, budget: int, dp_size: int = 1, least: int = 1
+    lengths: Sequence[int],
+    *,
+    budget: int,
+    dp_size: int = 1,
+    least: int = 1,
+    same_length: bool = False,
 ) -> list[list[tuple[int, ...]]]:
     """Cut sequences into packs: [data-parallel rank][micro-batch] -> ascending indices.
 
     All ranks get the same number of packs, and some may be empty. First-fit decreasing (Johnson
     1973) finds the number of packs. Then each sequence, longest first, goes to the emptiest pack
     (Graham 1969, LPT), if that keeps the budget. Packs, and so ranks, are about equal. A sequence
-    longer than the budget sets the budget of its batch.
+    longer than the budget has its own pack.
 
     Args:
         budget: most tokens of a pack.
         least: smallest number of packs for each rank, given enough sequences: a pipeline needs
             several.
+        same_length: whether every pack is padded to the largest one. The longest sequence is then
+            the budget of its batch.
     """
-    capacity = max(budget, *lengths)
+    capacity = max(budget, *lengths) if same_length else budget
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     fitted: list[list[int]] = []
     fills: list[int] = []
@@ -139,7 +170,7 @@ def pack(
     count = max(len(fitted), min(least * dp_size, len(lengths)))
     count = -(-count // dp_size) * dp_size
     packs = _spread(lengths, longest_first, count)
-    if max(sum(lengths[i] for i in p) for p in packs) > capacity:
+    if max((sum(lengths[i] for i in p) for p in packs if len(p) > 1), default=0) > capacity:
         packs = fitted + [[] for _ in range(count - len(fitted))]
     packs.sort(key=lambda p: -sum(lengths[i] for i in p))
     return [[tuple(sorted(p)) for p in packs[rank::dp_size]] for rank in range(dp_size)]
@@ -164,17 +195,24 @@ class Packs(Sequence[MicroBatch]):
     def __init__(
         self,
         batch: Batch,
-        sequences: Sequence[tuple[int, ...]],
+        bundles: Sequence[tuple[Bundle, ...]],
         lengths: Sequence[int],
         *,
         sequence_tokens: Sequence[int],
         context: tuple[int, int],
+        num_shared: int,
         device: torch.device,
     ) -> None:
-        self._batch, self._sequences, self._device = batch, sequences, device
+        self._batch, self._bundles, self._device = batch, bundles, device
         self._sequence_tokens, self._context = sequence_tokens, context
         self.lengths = tuple(lengths)
         """Tokens of each over all its context-parallel ranks, padding included."""
+        copies = [sum(b.load - b.tokens for b in pack) for pack in bundles]
+        self.loads = tuple(n + more for n, more in zip(lengths, copies, strict=True))
+        """The same, as `MicroBatch.load`."""
+        self.num_shared = num_shared
+        """Tokens of the whole batch, on all ranks, that are not computed, because another sequence
+        has them too."""
         self._made: dict[int, MicroBatch] = {}
 
     def __len__(self) -> int:
@@ -184,10 +222,11 @@ class Packs(Sequence[MicroBatch]):
         """The packs from `first` on, up to `last`."""
         return Packs(
             self._batch,
-            self._sequences[first:last],
+            self._bundles[first:last],
             self.lengths[first:last],
             sequence_tokens=self._sequence_tokens,
             context=self._context,
+            num_shared=self.num_shared,
             device=self._device,
         )
 
@@ -196,8 +235,9 @@ class Packs(Sequence[MicroBatch]):
             raise IndexError(index)
         if index not in self._made:
             whole = _lay_out(
-                self._batch, self._sequences[index], self.lengths[index], self._sequence_tokens
+                self._batch, self._bundles[index], self.lengths[index], self._sequence_tokens
             )
+            whole = replace(whole, load=self.loads[index])
             rank, size = self._context
             self._made[index] = (whole if size == 1 else _part(whole, rank, size)).to(self._device)
         return self._made[index]
@@ -214,6 +254,7 @@ def micro_batches(
     multiple: int = 1,
     context_rank: int = 0,
     context_size: int = 1,
+    sharing: Sharing | None = None,
     device: torch.device = CPU,
 ) -> Packs:
     """This data-parallel rank's micro-batches, as `pack` cuts them.
@@ -223,50 +264,70 @@ def micro_batches(
             tensors of one shape, and expert-parallel ranks gather equal token counts.
         multiple: L is a multiple of it (sequence parallelism: the tensor-parallel size).
         context_rank, context_size: which chunks of every sequence are this rank's.
+        sharing: how shared prefixes are computed once; None: they are computed for each sequence.
     """
     chunks = 2 * context_size if context_size > 1 else 1
     lengths = [-(-n // chunks) * chunks for n in batch.lengths]
-    ranks = pack(lengths, budget=budget, dp_size=dp_size, least=least)
-    fills = [[sum(lengths[i] for i in p) for p in packs] for packs in ranks]
+    items = [Bundle.of_one(i, n) for i, n in enumerate(lengths)]
+    if sharing is not None:
+        items = bundles(
+            batch,
+            budget=budget,
+            most=sharing.most,
+            copy_load=sharing.copy_load,
+            parts=dp_size * least,
+        )
+    loads = [item.load for item in items]
+    ranks = pack(loads, budget=budget, dp_size=dp_size, least=least, same_length=same_length)
+    fills = [[sum(items[i].tokens for i in p) for p in packs] for packs in ranks]
     most = max(max(f) for f in fills)
     padded = [most if same_length else max(fill, 1) for fill in fills[dp_rank]]
     step = chunks * multiple
     tokens = [-(-n // step) * step for n in padded]
     return Packs(
         batch,
-        ranks[dp_rank],
+        [tuple(items[i] for i in p) for p in ranks[dp_rank]],
         tokens,
         sequence_tokens=lengths,
         context=(context_rank, context_size),
+        num_shared=sum(lengths) - sum(item.tokens for item in items),
         device=device,
     )
 
 
 def _lay_out(
-    batch: Batch, sequences: tuple[int, ...], length: int, lengths: Sequence[int]
+    batch: Batch, bundles: tuple[Bundle, ...], length: int, lengths: Sequence[int]
 ) -> MicroBatch:
     """A whole pack; `lengths`: of the batch's sequences, each with its padding."""
     starts = np.cumsum([0, *batch.lengths])
-    pieces = [lengths[i] for i in sequences]
+    sequences = [i for bundle in bundles for i in bundle.sequences]
+    shared = [n for bundle in bundles for n in bundle.shared]
     sizes = [batch.lengths[i] for i in sequences]
-    rows_R = np.concatenate(
-        [np.arange(starts[i], starts[i + 1]) for i in sequences] or [np.arange(0)]
-    )
+    rows_R = _joined([np.arange(starts[i], starts[i + 1]) for i in sequences])
+    # Tokens that are computed: those that a sequence does not share with its predecessor, then its
+    # padding.
+    pieces = [lengths[i] - n for i, n in zip(sequences, shared, strict=True)]
     left, longest = length - sum(pieces), max(lengths)
     whole, rest = divmod(left, longest)
-    begins_S = np.cumsum([0, *pieces])[: len(sequences)]
+    begins = np.cumsum([0, *pieces])
     # Places of the tokens in the pack: a sequence's padding follows it.
-    places_R = np.concatenate(
-        [b + np.arange(n) for b, n in zip(begins_S, sizes, strict=True)] or [np.arange(0)]
-    )
-    pieces += [longest] * whole + [rest] * (rest > 0)
+    places: list[np.ndarray] = []
+    for begin, size, common in zip(begins[:-1], sizes, shared, strict=True):
+        own = begin + np.arange(size - common)
+        places.append(np.concatenate([places[-1][:common], own]) if common else own)
+    places_R = _joined(places)
+    before_R = _joined([np.concatenate([[-1], p[:-1]]) for p in places])
+    own_pieces = pieces
+    pieces = [*pieces, *[longest] * whole, *[rest] * (rest > 0)]
+    shares = _paths(places, own_pieces, pieces) if any(shared) else {}
+    froms = [*shared, *[0] * (len(pieces) - len(shared))]
     tokens_L = torch.zeros(length, dtype=torch.int64)
     # numpy's indexing: torch's wakes its thread pool, which takes longer than the work.
-    tokens_L.numpy()[places_R] = batch.tokens_T.numpy()[rows_R]
+    tokens_L.numpy()[places_R] = batch.tokens_T.numpy()[rows_R]  # shared ones are equal
     rows_L = torch.from_numpy(_spread_out(rows_R, places_R, length))
     scored_T = batch.loss_mask_T if batch.scored_T is None else batch.scored_T
     scored_R = np.flatnonzero(scored_T.numpy()[rows_R])
-    places_N, rows_N = places_R[scored_R], rows_R[scored_R]
+    rows_N = rows_R[scored_R]
     owners_R = np.repeat(np.arange(len(sequences)), np.array(sizes, dtype=np.int64))
     loss_N = None
     if batch.scored_T is not None:
@@ -280,10 +341,12 @@ def _lay_out(
 
     return MicroBatch(
         tokens_L=tokens_L,
-        positions_L=torch.from_numpy(np.concatenate([np.arange(n) for n in pieces])),
-        cu_seqlens=torch.from_numpy(np.cumsum([0, *pieces], dtype=np.int32)),
+        positions_L=torch.from_numpy(
+            _joined([np.arange(a, a + n) for a, n in zip(froms, pieces, strict=True)])
+        ),
+        cu_seqlens=torch.from_numpy(np.cumsum([0, *filter(None, pieces)], dtype=np.int32)),
         max_seqlen=max(pieces),
-        predictors_N=torch.from_numpy(places_N - 1),
+        predictors_N=torch.from_numpy(before_R[scored_R]),
         here_M=None,
         rows_L=rows_L,
         rows_N=torch.from_numpy(rows_N),
@@ -298,7 +361,36 @@ def _lay_out(
         routed_experts_L=_routing(batch.routed_experts_T, rows_R, places_R, length),
         loss_N=loss_N,
         loss_M=loss_N,
+        **shares,
     )
+
+
+def _joined(pieces: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(pieces) if pieces else np.arange(0)
+
+
+def _paths(
+    places: Sequence[np.ndarray], own_pieces: Sequence[int], pieces: Sequence[int]
+) -> dict[str, Any]:
+    """`MicroBatch`'s fields of the paths: of sequences that have tokens of their own, and of
+    padding.
+
+    Args:
+        places: of each sequence's tokens.
+        own_pieces: tokens that are computed of each; `pieces`: those of the padding after them.
+    """
+    paths = [p for p, n in zip(places, own_pieces, strict=True) if n]
+    end = sum(own_pieces)
+    for n in pieces[len(own_pieces) :]:
+        paths.append(np.arange(end, end + n))
+        end += n
+    places_K = np.concatenate(paths)
+    ends = [*np.flatnonzero(np.diff(places_K) != 1) + 1, len(places_K)]
+    return {
+        "paths": tuple((int(places_K[a]), int(b - a)) for a, b in pairwise([0, *ends])),
+        "cu_paths": torch.from_numpy(np.cumsum([0, *map(len, paths)], dtype=np.int32)),
+        "max_path": max(map(len, paths)),
+    }
 
 
 def _spread_out(rows_R: np.ndarray, places_R: np.ndarray, length: int) -> np.ndarray:
@@ -307,7 +399,7 @@ def _spread_out(rows_R: np.ndarray, places_R: np.ndarray, length: int) -> np.nda
     is_padding_L = np.ones(length, dtype=bool)
     is_padding_L[places_R] = False
     rows_L[places_R] = rows_R
-    rows_L[is_padding_L] = -1 - np.arange(length - len(rows_R))
+    rows_L[is_padding_L] = -1 - np.arange(int(is_padding_L.sum()))
     return rows_L
 
 

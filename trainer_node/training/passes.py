@@ -25,12 +25,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
 from orchestrator.protocol.messages import LossSpec
+from trainer_node.model import paths, recompute
 from trainer_node.model.model import Model
 from trainer_node.training import batch as batches
 from trainer_node.training.batch import Batch, BatchError
 from trainer_node.training.head import gather_positions, linear_statistics
 from trainer_node.training.losses import LossInputs, total_loss
-from trainer_node.training.packing import MicroBatch, Packs, micro_batches
+from trainer_node.training.packing import MicroBatch, Packs, Sharing, micro_batches
 from trainer_node.training.registry import registered
 from trainer_node.training.sums import StepSums
 
@@ -47,10 +48,17 @@ class Report(NamedTuple):
     log_probs_N: torch.Tensor
 
 
-def cut(model: Model, batch: Batch, *, budget: int) -> Packs:
+def cut(model: Model, batch: Batch, *, budget: int, most: int | None) -> Packs:
     """Cut the batch into this rank's packs of at most `budget` tokens; each is laid out when it is
-    first asked for."""
+    first asked for.
+
+    Args:
+        most: tokens of a pack that fit at most, where prefixes are shared. None: they are not.
+    """
     parallel = model.config.parallel
+    sharing = None
+    if most is not None and model.sharing_obstacle is None:
+        sharing = Sharing(most=most, copy_load=paths.copy_load(model.provider))
     return micro_batches(
         batch,
         budget=budget,
@@ -61,6 +69,7 @@ def cut(model: Model, batch: Batch, *, budget: int) -> Packs:
         multiple=parallel.tensor if model.provider.sequence_parallel else 1,
         context_rank=parallel_state.get_context_parallel_rank(),
         context_size=parallel.context,
+        sharing=sharing,
         device=model.device,
     )
 
@@ -75,7 +84,7 @@ def run(
     *,
     first_row: int,
     on_pack: Callable[[], None],
-    forward_only: bool = False,
+    share_of: Callable[[int], float] | None,
 ) -> list[Any]:
     """Run Megatron's schedule over the packs. Returns what `loss(pack, hidden)` reports, on the
     last pipeline stage only.
@@ -83,12 +92,16 @@ def run(
     Args:
         first_row: rows of pending batches, which dropout counts before this batch's.
         on_pack: called before each pack's forward pass.
+        share_of: a pack's load -> share of the layers that its backward pass runs again. None:
+            there is no backward pass.
     """
 
     def step(data: Iterator[MicroBatch], module: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         micro = next(data)
         on_pack()
         replay_routing(model, micro)
+        recompute.use(model, 0.0 if share_of is None else share_of(micro.load))
+        paths.use(module, None if micro.paths is None else micro.positions_L)
         output = module(
             input_ids=micro.tokens_L[None],
             position_ids=micro.positions_L[None],
@@ -104,31 +117,47 @@ def run(
         num_microbatches=len(packs),
         seq_length=packs.lengths[0],
         micro_batch_size=1,
-        forward_only=forward_only,
+        forward_only=share_of is None,
     )
     return reports
 
 
 def _packed(model: Model, micro: MicroBatch, first_row: int) -> PackedSeqParams:
     """Tell attention where the sequences begin, and dropout which rows they are."""
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=micro.cu_seqlens,
-        cu_seqlens_kv=micro.cu_seqlens,
-        max_seqlen_q=micro.max_seqlen,
-        max_seqlen_kv=micro.max_seqlen,
-    )
+    packed = _bounds(micro.cu_seqlens, micro.max_seqlen, micro.cu_seqlens, micro.max_seqlen)
     if model.config.parallel.context > 1:
         # TransformerEngine's context parallelism needs them. Sequences keep their padding, which
         # causal attention never reads.
         packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = micro.cu_seqlens
+    if micro.paths is not None:
+        assert micro.cu_paths is not None
+        along = _bounds(micro.cu_seqlens, micro.max_seqlen, micro.cu_paths, micro.max_path)
+        # To all but attention the pack is one sequence, whose rotary table `model.paths` makes.
+        whole = micro.cu_seqlens[:: len(micro.cu_seqlens) - 1].contiguous()
+        packed = _bounds(whole, micro.max_path, whole, micro.max_path)
+        packed.paths = paths.Paths(runs=micro.paths, packed=along)  # type: ignore[attr-defined]
     # Travels with what the layers get, and so reaches a recomputed one as well.
     packed.rows_L = micro.rows_L + first_row  # type: ignore[attr-defined]
     return packed
 
 
-def check_routing(model: Model, batch: Batch) -> None:
+def _bounds(
+    queries: torch.Tensor, max_queries: int, keys: torch.Tensor, max_keys: int
+) -> PackedSeqParams:
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=queries,
+        cu_seqlens_kv=keys,
+        max_seqlen_q=max_queries,
+        max_seqlen_kv=max_keys,
+    )
+
+
+def check_routing(model: Model, batch: Batch, *, recomputes: bool) -> None:
     """Refuse expert routing that this model cannot replay.
+
+    Args:
+        recomputes: whether a pack of the batch runs layers again in its backward pass.
 
     Raises:
         BatchError: says what does not fit.
@@ -140,16 +169,12 @@ def check_routing(model: Model, batch: Batch) -> None:
         num_experts=provider.num_moe_experts or 0,
         top_k=provider.moe_router_topk,
     )
-    if (
-        batch.routed_experts_T is not None
-        and config.parallel.pipeline > 1
-        and config.recompute == "full"
-    ):
+    if batch.routed_experts_T is not None and config.parallel.pipeline > 1 and recomputes:
         # Routers hold one micro-batch's experts; recomputing one while others are on their way
         # would take the wrong ones.
         raise BatchError(
-            "routed_experts: cannot be replayed with recompute = 'full' and parallel.pipeline "
-            "> 1; use 'selective'"
+            "routed_experts: cannot be replayed where layers are recomputed and parallel.pipeline "
+            "> 1; use recompute = 'selective', or a smaller micro_batch_tokens"
         )
 
 

@@ -14,6 +14,7 @@ from trainer_node.adapters.lora import Mode
 from trainer_node.model.model import Model
 from trainer_node.training import passes, served_weights
 from trainer_node.training.batch import Batch, check_fits
+from trainer_node.training.memory_model import RankMemory
 from trainer_node.training.packing import Packs
 
 DEFAULT_TOKENS = 4096
@@ -29,8 +30,10 @@ class Scorer:
         """Time of the first forward pass since it was set to 0, on the monotonic clock."""
         self.micro_batch_tokens = DEFAULT_TOKENS
         """Largest number of tokens in a pack; `pack_size` sets it."""
-        self.longest_sequence: int | None = None
-        """Tokens of the longest sequence that fits. None: not measured, as on a CPU."""
+        self.memory: tuple[RankMemory, ...] = ()
+        """What fits on each rank; `pack_size` sets it. Empty: not measured, as on a CPU."""
+        self.forced_share: float | None = None
+        """Share of the layers that every pack recomputes, whatever fits. None: by what fits."""
 
     @torch.no_grad()
     def forward(
@@ -54,7 +57,8 @@ class Scorer:
         """
         if mode == "base":
             self.model.need_adapters("a forward pass of the base model")
-        check_fits(batch, self.longest_sequence)
+        longest = min((rank.longest_scored for rank in self.memory), default=None)
+        check_fits(batch, longest, "without a backward pass")
         packs = self._cut(batch)
         of_pack = partial(passes.scores, self.model, self._allowed(allowed_token_ids))
         with self._scoring(mode):
@@ -71,8 +75,31 @@ class Scorer:
         served = served_weights.of(self.model)
         return served.all() if numerics == "served" else served.one_by_one()
 
+    def share_of(self, tokens: int) -> float:
+        """Share of the layers that a pack of so many tokens recomputes in its backward pass; the
+        same on every rank."""
+        if self.forced_share is not None:
+            return self.forced_share
+        if self.model.config.recompute == "auto":
+            return max((rank.share(tokens) for rank in self.memory), default=0.0)
+        return float(self.model.config.recompute == "full")
+
+    def recomputed_share(self, packs: Packs) -> float:
+        """Share of the layers that run again, over the tokens of this rank's packs."""
+        pairs = zip(packs.lengths, packs.loads, strict=True)
+        return sum(n * self.share_of(load) for n, load in pairs) / sum(packs.lengths)
+
+    @property
+    def longest_trained(self) -> int | None:
+        """Tokens of the longest sequence that fits; None: not measured."""
+        return min((rank.longest_trained for rank in self.memory), default=None)
+
     def _cut(self, batch: Batch) -> Packs:
-        return passes.cut(self.model, batch, budget=self.micro_batch_tokens)
+        budget = self.micro_batch_tokens
+        most = None
+        if self.forced_share is None:  # a probe's tokens are no text
+            most = self.longest_trained or budget
+        return passes.cut(self.model, batch, budget=budget, most=most)
 
     def _run(
         self,
@@ -88,7 +115,7 @@ class Scorer:
             of_pack,
             first_row=first_row,
             on_pack=self._note_first_forward,
-            forward_only=forward_only,
+            share_of=None if forward_only else self.share_of,
         )
 
     def _note_first_forward(self) -> None:

@@ -42,6 +42,8 @@ def start(config: TrainerConfig) -> Trainer:
         trainer.load_adapter(config.adapter)
     if trainer.model.device.type == "cuda":
         kernel_check.check(trainer.model)
+        if trainer.model.sharing_obstacle is None:
+            trainer.model.sharing_obstacle = kernel_check.paths_obstacle(trainer.model)
         torch.cuda.empty_cache()  # building needs scratch memory: experts are copied into stacks
     trainer.micro_batch_tokens = pack_size.tokens_for(trainer)
     return trainer

@@ -138,6 +138,9 @@ def total_metrics(steps: Sequence[Step]) -> Metrics:
         **{name: sum(s.metrics[name] for s in taken) for name in _ADDED_UP},
         "lr": taken[0].metrics["lr"],
         "skipped_steps": steps[-1].metrics["skipped_steps"],
+        "shared_tokens": float(sum(s.used.num_shared for s in taken)),
+        "recomputed_share": sum(s.used.num_recomputed for s in taken)
+        / max(1, sum(s.used.num_rows for s in taken)),
         "tokens_per_s": sum(s.used.num_rows for s in taken) / sum(map(_seconds, taken)),
         "staleness_steps": taken[0].metrics["staleness_steps"],
         "peak_memory_bytes": taken[-1].metrics["peak_memory_bytes"],

@@ -87,6 +87,10 @@ class Pending:
     num_batches: int = 0
     num_rows: int = 0
     """Tokens of those batches, with and without loss."""
+    num_shared: int = 0
+    """Of these tokens, those that were not computed, because another sequence has them too."""
+    num_recomputed: float = 0.0
+    """Of these tokens, times the share of the layers that the backward pass ran again."""
     seconds: float = 0.0
     """Of their forward and backward passes."""
     sums: StepSums = StepSums()
@@ -106,12 +110,21 @@ class Pending:
             )
 
     def plus(
-        self, sums: StepSums, *, normalize_by: NormalizeBy, rows: int = 0, seconds: float = 0.0
+        self,
+        sums: StepSums,
+        *,
+        normalize_by: NormalizeBy,
+        rows: int = 0,
+        num_shared: int = 0,
+        recomputed_share: float = 0.0,
+        seconds: float = 0.0,
     ) -> Pending:
         """Return the sums with one more batch, of `rows` tokens, whose passes took `seconds`."""
         return Pending(
             num_batches=self.num_batches + 1,
             num_rows=self.num_rows + rows,
+            num_shared=self.num_shared + num_shared,
+            num_recomputed=self.num_recomputed + rows * recomputed_share,
             seconds=self.seconds + seconds,
             sums=self.sums + sums,
             normalize_by=normalize_by,

@@ -182,6 +182,8 @@ class Trainer(Scorer):
             sums,
             normalize_by=loss.normalize_by,
             rows=len(batch.tokens_T),
+            num_shared=packs.num_shared,
+            recomputed_share=self.recomputed_share(packs),
             seconds=time.monotonic() - started + (0.0 if begun is None else begun.seconds),
         )
         return sums, logprobs_T
@@ -277,8 +279,10 @@ class Trainer(Scorer):
         check_accumulation(
             grad_accumulation_sequences, dp_size=parallel_state.get_data_parallel_world_size()
         )
-        check_fits(batch, self.longest_sequence)
-        passes.check_routing(self.model, batch)
+        way = self.model.config.recompute.replace("auto", "full")
+        check_fits(batch, self.longest_trained, f"with recompute = {way!r}")
+        largest = max(self.micro_batch_tokens, *batch.lengths)
+        passes.check_routing(self.model, batch, recomputes=self.share_of(largest) > 0)
         check_text(batch, getattr(self.model.hf_config, "tower_tokens", ()))
 
     # ------------------------------------------------------------ the optimizer
@@ -318,6 +322,8 @@ class Trainer(Scorer):
             "lr": optim.lr,
             "num_batches": float(pending.num_batches),
             "skipped_steps": float(self.num_skipped_steps),
+            "shared_tokens": float(pending.num_shared),
+            "recomputed_share": pending.num_recomputed / max(1, pending.num_rows),
             "seconds_forward_backward": pending.seconds,
             "seconds_optim": seconds_optim,
         }

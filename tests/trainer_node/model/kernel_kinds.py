@@ -15,7 +15,7 @@ import torch
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import TrainerConfig
 from tests.trainer_node import families
-from trainer_node.model import kernel_check, rng
+from trainer_node.model import kernel_check, paths, rng
 from trainer_node.model.kernel_check import BOUND, NAMES, differences_of, layers_of
 from trainer_node.model.model import Model
 from trainer_node.ranks import topology
@@ -61,11 +61,14 @@ def main() -> None:
         model = families.make(family, folder / family, hidden_size=256, **sizes)
         config = {"model": model, "device": device, "dtype": "bfloat16", "micro_batch_tokens": 4096}
         trainer = start(TrainerConfig.model_validate(config))
+        module, provider = trainer.model.modules[0], trainer.model.provider
+        why = paths.obstacle(module, provider, trainer.model.config)
         for kind, layer in layers_of(trainer.model).items():
-            found = differences_of(layer, kind, trainer.model.device)
-            text = ", ".join(f"{n} {d:.2%}" for n, d in zip(NAMES, found, strict=True))
-            print(f"{family}: {kind}: {text}", flush=True)
-            wrong += [family] if not all(d <= BOUND for d in found) else []
+            for shares in (False, True)[: 1 + (why is None)]:
+                found = differences_of(layer, kind, trainer.model.device, shares=shares)
+                text = ", ".join(f"{n} {d:.2%}" for n, d in zip(NAMES, found, strict=True))
+                print(f"{family}{' along paths' * shares}: {kind}: {text}", flush=True)
+                wrong += [family] if not all(d <= BOUND for d in found) else []
         assert asked == ([trainer.model] if device == "cuda" else []), "by the start"
         asked.clear()
         check_generators(trainer.model, check)

@@ -25,6 +25,7 @@ from tests.trainer_node.worker import make_trainer, random_adapters
 from trainer_node.state import checkpoint
 from trainer_node.training import pack_size, passes
 from trainer_node.training.batch import Batch, BatchError
+from trainer_node.training.memory_model import MemoryModel, RankMemory
 from trainer_node.training.trainer import Trainer
 
 SPECS = (
@@ -86,7 +87,7 @@ def check_packs(trainer: Trainer, batch: Batch) -> dict:
     Returns that.
     """
     alone = one_at_a_time(trainer, batch)
-    for budget in (1, 4096):
+    for budget in (max(batch.lengths), 4096):
         set_budget(trainer, budget)
         assert max(m.num_sequences for m in trainer._cut(batch)) > 1
         same(measure(trainer, batch), alone)
@@ -230,6 +231,39 @@ def check_memory_modes(model: Path, batch: Batch, alone: dict) -> None:
         build.COMPILE_BACKEND = backend
 
 
+def check_ways(model: Path, batch: Batch) -> None:
+    """Packs of one batch recompute none, one or both of the two layers, by what fits, and the
+    gradients have the same bits as with none.
+    """
+    trainer = make_trainer(model, 1, 1, 1, micro_batch_tokens=8)
+    random_adapters(trainer)
+    calls: list[int] = []
+    for number, layer in enumerate(trainer.model.modules[0].decoder.layers):
+        layer.self_attention.core_attention.register_forward_pre_hook(
+            lambda *_, number=number: calls.append(number)
+        )
+    none, lengths = measure(trainer, batch), trainer._cut(batch).lengths
+    assert len(set(lengths)) > 2 and len(calls) == len(lengths) * 2 * (1 + len(SPECS))
+    small, middle, *_ = sorted(set(lengths))
+    # A token takes two bytes, or one if every layer is recomputed, and there is room for `small`.
+    kept = MemoryModel(fixed_bytes=0.0, bytes_per_token=2.0)
+    recomputed = MemoryModel(fixed_bytes=0.0, bytes_per_token=1.0)
+    room = {"room_bytes": 2.0 * small, "margin_bytes": 0.0}
+    trainer.memory = (RankMemory(kept=kept, recomputed=recomputed, scored=recomputed, **room),)
+    shares = [trainer.share_of(n) for n in lengths]
+    assert trainer.share_of(small) == 0 < trainer.share_of(middle) <= 0.5 < max(shares) <= 1
+    calls.clear()
+    ways = measure(trainer, batch)
+    again = [sum(s > least for s in shares) for least in (0.0, 0.5)]
+    for number, count in enumerate(again):
+        assert calls.count(number) == len(lengths) * (1 + len(SPECS)) + count * len(SPECS)
+    assert again[0] > again[1] > 0
+    assert torch.equal(ways["scores"], none["scores"]) and ways["losses"] == none["losses"]
+    for a, b in zip(ways["gradients"], none["gradients"], strict=True):
+        assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+    trainer.model.close()
+
+
 def main() -> None:
     """See the module's docstring."""
     out, model, sequence = Path(sys.argv[1]), Path(sys.argv[2]), bool(int(sys.argv[6]))
@@ -259,6 +293,7 @@ def main() -> None:
     trainer.model.close()
     if world == 1:
         check_memory_modes(model, batch, result)
+        check_ways(model, batch)
 
 
 if __name__ == "__main__":

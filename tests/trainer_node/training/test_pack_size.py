@@ -4,13 +4,14 @@ leaves behind (nothing) is in `packing.py`.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from orchestrator.protocol.config import LoraConfig, TrainerConfig
-from trainer_node.training import pack_size
-from trainer_node.training.pack_size import MemoryModel, choose, fit
+from trainer_node.training import memory_model, pack_size
+from trainer_node.training.memory_model import MemoryModel, RankMemory, choose, fit
 
 GB = 10**9
 
@@ -47,23 +48,70 @@ def test_the_choice_fits_and_the_next_does_not() -> None:
     """23,040 tokens take 59.6 GB, 256 more 60.2."""
     model = MemoryModel(fixed_bytes=2.0 * GB, bytes_per_token=2.5e6)
     tokens = choose(model, room_bytes=60 * GB)
-    assert tokens == 23_040 and tokens % pack_size.STEP == 0
-    assert model.peak_bytes(tokens) <= 60 * GB < model.peak_bytes(tokens + pack_size.STEP)
-    assert choose(model, room_bytes=1000 * GB) == pack_size.MOST_TOKENS
+    assert tokens == 23_040 and tokens % memory_model.STEP == 0
+    assert model.peak_bytes(tokens) <= 60 * GB < model.peak_bytes(tokens + memory_model.STEP)
+    assert choose(model, room_bytes=1000 * GB) == memory_model.MOST_TOKENS
     assert (
-        choose(model, room_bytes=int(model.peak_bytes(pack_size.LEAST_TOKENS)))
-        == pack_size.LEAST_TOKENS
+        choose(model, room_bytes=int(model.peak_bytes(memory_model.LEAST_TOKENS)))
+        == memory_model.LEAST_TOKENS
     )
-    assert choose(model, room_bytes=int(model.peak_bytes(pack_size.LEAST_TOKENS)) - 1) == 0
+    assert choose(model, room_bytes=int(model.peak_bytes(memory_model.LEAST_TOKENS)) - 1) == 0
     assert choose(model, room_bytes=0) == choose(model, room_bytes=-GB) == 0
 
 
 def test_the_longest_sequence_fits_and_one_token_more_does_not() -> None:
     model = MemoryModel(fixed_bytes=2.0 * GB, bytes_per_token=2.5e6)
-    tokens = pack_size.longest(model, room_bytes=300 * GB)
-    assert tokens == 119_200 > pack_size.MOST_TOKENS, "a sequence may be longer than a pack"
+    tokens = memory_model.longest(model, room_bytes=300 * GB)
+    assert tokens == 119_200 > memory_model.MOST_TOKENS, "a sequence may be longer than a pack"
     assert model.peak_bytes(tokens) <= 300 * GB < model.peak_bytes(tokens + 1)
-    assert pack_size.longest(model, room_bytes=GB) == 0
+    assert memory_model.longest(model, room_bytes=GB) == 0
+
+
+def memory(room_gb: float, **ends: MemoryModel | None) -> RankMemory:
+    """A pack of n thousand tokens takes 2 + 2.5 n GB, or 3 + 0.5 n with every layer run again."""
+    lines: dict[str, MemoryModel | None] = {
+        "kept": MemoryModel(fixed_bytes=2.0 * GB, bytes_per_token=2.5e6),
+        "recomputed": MemoryModel(fixed_bytes=3.0 * GB, bytes_per_token=0.5e6),
+    }
+    scored = MemoryModel(fixed_bytes=1.0 * GB, bytes_per_token=0.1e6)
+    room = {"room_bytes": room_gb * GB, "margin_bytes": 5.0 * GB}
+    return RankMemory(**{**lines, **ends}, scored=scored, **room)  # type: ignore[arg-type]
+
+
+def test_a_pack_recomputes_as_few_layers_as_it_needs() -> None:
+    """40,000 tokens take 102 GB or 23: of 79 that recomputation saves, 42 are missing."""
+    found = memory(60)
+    assert found.share(23_200) == 0.0 < found.share(23_201)
+    assert found.share(40_000) == pytest.approx(42 / 79)
+    assert found.share(114_000) == found.share(200_000) == 1.0
+    assert found.pack_tokens == 23_040, "what fits without recomputation"
+    assert found.longest_trained == 124_000, "(65 - 3) / 0.5"
+    assert found.longest_scored == 640_000
+
+
+def test_recomputation_that_saves_nothing_is_left_out() -> None:
+    """A small model's peaks are mostly workspaces: 1,000 tokens take 4.5 GB or 3.5, and 400 take
+    3.0 or 3.2.
+    """
+    assert memory(2.5).share(400) == 0.0 and memory(4.0).share(1000) == 0.5
+
+
+def test_a_pack_fills_the_gpu_even_if_it_must_recompute() -> None:
+    """In 6 GB there is room for 1,600 tokens, or 6,000 with recomputation: the pack takes 4,096."""
+    assert memory(6).pack_tokens == memory_model.FILLING_TOKENS
+    assert memory(4).pack_tokens == 1792, "800 without, and 2,000 with, in steps of 256"
+    assert memory(3).pack_tokens == 256 and memory(2).pack_tokens == 0
+
+
+def test_one_way_may_be_ruled_out() -> None:
+    none, full = memory(60, recomputed=None), memory(60, kept=None)
+    assert (none.share(10**6), none.pack_tokens, none.longest_trained) == (0.0, 23_040, 25_200)
+    assert (full.share(1), full.pack_tokens, full.longest_trained) == (1.0, 65_536, 124_000)
+
+
+def test_ranks_exchange_what_they_measured() -> None:
+    for one in (memory(60), memory(60, kept=None)):
+        assert RankMemory.of(dataclasses.asdict(one)) == one
 
 
 def test_the_config_takes_a_number_or_auto() -> None:
@@ -93,9 +141,15 @@ def test_the_chosen_pack_fits_on_a_gpu(models: dict[str, Path]) -> None:
     )
     try:
         tokens = trainer.micro_batch_tokens
-        assert pack_size.LEAST_TOKENS <= tokens <= pack_size.MOST_TOKENS
-        samples = [(n, pack_size._peak(trainer, n)) for n in (1024, 4096)]
-        predicted, measured = fit(samples).peak_bytes(16_384), pack_size._peak(trainer, 16_384)
-        assert abs(predicted / measured - 1) < 0.1, (samples, predicted, measured)
+        assert memory_model.LEAST_TOKENS <= tokens <= memory_model.MOST_TOKENS
+        (found,) = trainer.memory
+        for share, line in ((0.0, found.kept), (1.0, found.recomputed)):
+            assert line is not None
+
+            def run(tokens: int, share: float = share) -> None:
+                pack_size.probe(trainer, tokens, share=share)
+
+            predicted, measured = line.peak_bytes(16_384), pack_size._peak(trainer, 16_384, run)
+            assert abs(predicted / measured - 1) < 0.1, (share, line, predicted, measured)
     finally:
         trainer.model.close()

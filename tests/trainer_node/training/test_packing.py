@@ -112,26 +112,30 @@ def test_padding_is_no_longer_than_the_longest_sequence() -> None:
 
 
 def test_a_sequence_longer_than_the_budget_goes_alone() -> None:
-    assert sorted(pack([3, 50, 20, 20], budget=10)[0], key=len) == [(1,), (0, 2, 3)]
+    """Where packs are padded to one length, the others may fill theirs up to it."""
+    assert sorted(pack([3, 50, 20, 6], budget=10)[0], key=len) == [(1,), (2,), (0, 3)]
+    padded = pack([3, 50, 20, 20], budget=10, same_length=True)
+    assert sorted(padded[0], key=len) == [(1,), (0, 2, 3)]
     assert pack([50], budget=10, dp_size=2) == [[(0,)], [()]]
 
 
 @settings(deadline=None)
-@given(LENGTHS_ST, st.integers(1, 100), st.integers(1, 5), st.integers(1, 4))
+@given(LENGTHS_ST, st.integers(1, 100), st.integers(1, 5), st.integers(1, 4), st.booleans())
 def test_every_sequence_once_within_the_budget(
-    lengths: list[int], budget: int, dp_size: int, least: int
+    lengths: list[int], budget: int, dp_size: int, least: int, same: bool
 ) -> None:
-    ranks = pack(lengths, budget=budget, dp_size=dp_size, least=least)
-    assert ranks == pack(lengths, budget=budget, dp_size=dp_size, least=least)
+    ranks = pack(lengths, budget=budget, dp_size=dp_size, least=least, same_length=same)
+    assert ranks == pack(lengths, budget=budget, dp_size=dp_size, least=least, same_length=same)
     assert len(ranks) == dp_size
     assert len({len(packs) for packs in ranks}) == 1
     flat = [p for packs in ranks for p in packs]
     assert sorted(i for p in flat for i in p) == list(range(len(lengths)))
-    fills = [sum(lengths[i] for i in p) for p in flat]
-    assert max(fills) <= max(budget, *lengths)
+    capacity = max(budget, *lengths) if same else budget
+    fills = [sum(lengths[i] for i in p) for p in flat if len(p) > 1]
+    assert max(fills, default=0) <= capacity
     # First-fit leaves at most one pack less than half full; ranks and pipeline may ask for more
     # packs.
-    enough = 2 * sum(lengths) / max(budget, *lengths) + 1
+    enough = 2 * sum(lengths) / capacity + 1
     assert len(flat) < max(enough, least * dp_size) + dp_size
     assert len(ranks[0]) >= min(least, len(lengths) // dp_size)
 

@@ -1,0 +1,112 @@
+"""One rank of a check of shared prefixes: log-probs, losses and gradients as without.
+
+... -m tests.trainer_node.training.sharing OUT MODEL TENSOR PIPELINE EXPERT
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tests.trainer_node.tiny import VOCAB
+from tests.trainer_node.training.packing import SPECS, measure, same
+from tests.trainer_node.worker import make_trainer, random_adapters
+from trainer_node.training.batch import Batch, predicted
+from trainer_node.training.trainer import Trainer
+
+
+def tree_batch() -> Batch:
+    """Four answers to one prompt, one of them twice; the turns of an episode, each with the turns
+    before it; and a stranger.
+
+    Answers carry loss, and a turn carries it in every sequence that has it.
+    """
+    generator = torch.Generator().manual_seed(3)
+
+    def some(count: int) -> list[int]:
+        return torch.randint(VOCAB, (count,), generator=generator).tolist()
+
+    prompt, first, second = some(9), some(4), some(5)
+    answers = [prompt + some(n) for n in (3, 6, 1)]
+    turns = [first + second, first + second + some(3), first + second[:2] + some(6)]
+    sequences = [*answers, turns[0], some(7), answers[1], *turns[1:]]
+    prompts = [9, 9, 9, 4, 2, 9, 4, 4]
+    lengths = tuple(map(len, sequences))
+    mask_T = torch.cat(
+        [(torch.arange(n) >= least).float() for n, least in zip(lengths, prompts, strict=True)]
+    )
+    noise_T = torch.randn(len(mask_T), generator=generator)
+    near_T = (-5.7 + 0.3 * torch.randn(len(mask_T), generator=generator)) * mask_T
+    return Batch(
+        tokens_T=torch.tensor([t for s in sequences for t in s]),
+        loss_mask_T=mask_T,
+        advantages_T=noise_T * mask_T,
+        sampler_logprobs_T=near_T,
+        reference_logprobs_T=near_T + 0.2 * noise_T * mask_T,
+        temperatures_T=0.7 + 0.6 * torch.rand(len(mask_T), generator=generator),
+        lengths=lengths,
+    )
+
+
+def check_every_budget(trainer: Trainer, batch: Batch, apart: dict) -> None:
+    """One pack, packs that cut the bundles, packs that recompute, and scores of the prompts too."""
+    model = trainer.model
+    for budget in (4096, 20):
+        trainer.micro_batch_tokens = budget
+        packs = trainer._cut(batch)
+        assert packs.num_shared > 0
+        same(measure(trainer, batch), apart)
+    own = [4096, 20, 12]
+    shared = []
+    for trainer.micro_batch_tokens in own:
+        shared.append(trainer._cut(batch).num_shared)
+    assert shared == sorted(shared, reverse=True) and shared[0] > shared[-1]
+    trainer.micro_batch_tokens = 4096
+    kept = measure(trainer, batch)
+    trainer.share_of = lambda _: 1.0  # type: ignore[method-assign]
+    again = measure(trainer, batch)
+    del trainer.share_of
+    assert torch.equal(kept["scores"], again["scores"]) and kept["losses"] == again["losses"]
+    for a, b in zip(kept["gradients"], again["gradients"], strict=True):
+        assert all(torch.equal(a[n], b[n]) for n in a)
+    whole = replace(batch, loss_mask_T=predicted(batch.lengths))
+    found = torch.stack(trainer.forward(whole))
+    obstacle, model.sharing_obstacle = model.sharing_obstacle, "a test"
+    expected = torch.stack(trainer.forward(whole))
+    model.sharing_obstacle = obstacle
+    same(
+        {"scores": found, "losses": [], "gradients": []},
+        {"scores": expected, "losses": [], "gradients": []},
+    )
+
+
+def main() -> None:
+    """See the module's docstring."""
+    model = Path(sys.argv[2])
+    trainer = make_trainer(model, *map(int, sys.argv[3:6]))
+    batch = tree_batch()
+    why = sys.argv[6] if len(sys.argv) > 6 else None
+    assert trainer.model.sharing_obstacle == why
+    if why is not None:
+        trainer.micro_batch_tokens = 4096
+        (pack,) = trainer._cut(batch)
+        assert pack.paths is None and len(pack.tokens_L) == len(batch.tokens_T)
+        trainer.model.close()
+        return
+    random_adapters(trainer)
+    trainer.model.sharing_obstacle = "a test"
+    trainer.micro_batch_tokens = 4096
+    assert trainer._cut(batch).num_shared == 0
+    apart = measure(trainer, batch)
+    trainer.model.sharing_obstacle = None
+    check_every_budget(trainer, batch, apart)
+    trainer.forward_backward(batch, SPECS[0])
+    assert trainer.pending.num_shared == trainer._cut(batch).num_shared
+    trainer.model.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -53,17 +53,18 @@ from orchestrator.protocol.messages import (
     TrainMergedResult,
     batch_specs,
 )
+from splice.client.advantages import group_advantages
 from splice.client.batches import (
     ASK,
     ASK_CHAT,
     Batch,
     Completion,
     completions_of,
-    group_advantages,
     grpo_batch,
     sft_batch,
 )
 from splice.client.clients import AsyncSpliceClient, BatchBuffers, SpliceClient
+from splice.client.preferences import distillation_batch, dpo_batch, dpo_margins
 
 __all__ = [
     "ASK",
@@ -117,6 +118,9 @@ __all__ = [
     "VerificationError",
     "batch_specs",
     "completions_of",
+    "distillation_batch",
+    "dpo_batch",
+    "dpo_margins",
     "group_advantages",
     "grpo_batch",
     "sft_batch",

@@ -31,6 +31,8 @@ POINTS = 500
 SHOWN = 4
 """Best and worst samples of the newest step, and of the first one."""
 _TRAINER, _SAMPLER, _PAUSE, _BODY, _MORE = "#2a6fbb", "#2f9e6e", "#d64545", "#b9a03b", "#8458b3"
+_PARTS = "rewards/"
+"""Begins the metric of a reward's part."""
 _COLORS = (_TRAINER, _PAUSE, _SAMPLER, _MORE, _BODY)
 PLOTS: dict[str, tuple[str, ...]] = {
     "Reward": ("reward_mean", "reward_std"),
@@ -290,25 +292,30 @@ def page(loop_dir: Path) -> str:
     Raises:
         ConfigError: matplotlib is not installed, or the loop has no trained step.
     """
-    log = loop_dir / decisions.LOG
-    history = read(log)
-    plots = Plots()
+    history = read(loop_dir / decisions.LOG)
+    shown = body(loop_dir, history, Plots())
+    return _PAGE.format(title=html.escape(str(loop_dir)), style=STYLE, body=shown)
+
+
+def body(loop_dir: Path, history: History, plots: Plots) -> str:
+    """Return what the page shows of a loop."""
     sections = [
-        _facts(history, loop_dir),
+        facts(history, loop_dir),
         *_timeline(plots, history),
         '<div class="grid">' + "".join(_figures(plots, history)) + "</div>",
         *_samples(loop_dir / samples.SAMPLES),
         "<h2>Settings</h2>",
         f"<details><summary>LoopConfig</summary><pre>{_said(history.config)}</pre></details>",
     ]
-    return _PAGE.format(title=html.escape(str(loop_dir)), body="\n".join(sections))
+    return "\n".join(sections)
 
 
 def _said(value: Any) -> str:
     return html.escape(json.dumps(value, indent=1))
 
 
-def _facts(history: History, loop_dir: Path) -> str:
+def facts(history: History, loop_dir: Path) -> str:
+    """Return the tiles, and what the loop's log says of itself."""
     checked = checker.check(decisions.read(loop_dir / decisions.LOG))
     recent = history.warm[-TIMELINE_STEPS:]
     balance = Balance.of(recent, max_staleness=history.config["max_staleness"])
@@ -359,7 +366,7 @@ def _timeline(plots: Plots, history: History) -> Iterable[str]:
 
 def _figures(plots: Plots, history: History) -> Iterable[str]:
     for name, values in history.notes.items():
-        yield _figure(f"{name} (evaluation)", plots.lines({name: values}, dots=True))
+        yield figure_of(f"{name} (evaluation)", plots.lines({name: values}, dots=True))
     for title, names in PLOTS.items():
         found = {
             name: {step: own[name] for step, own in history.steps.items() if name in own}
@@ -367,15 +374,24 @@ def _figures(plots: Plots, history: History) -> Iterable[str]:
         }
         found = {name: values for name, values in found.items() if values}
         if found:
-            yield _figure(title, plots.lines(found))
+            yield figure_of(title, plots.lines(found))
+    parts: dict[str, dict[int, float]] = {}
+    for step, own in sorted(history.steps.items()):
+        for name, value in own.items():
+            if name.startswith(_PARTS):
+                parts.setdefault(name.removeprefix(_PARTS), {})[step] = value
+    for first in range(0, len(parts), len(_COLORS)):
+        some = dict(list(parts.items())[first : first + len(_COLORS)])
+        yield figure_of("Parts of the reward", plots.lines(some))
     if history.seconds:
         pauses = {n: s["job.pause"] for n, s in history.seconds.items() if "job.pause" in s}
-        yield _figure("Time of a step (s)", plots.phases(history.seconds))
+        yield figure_of("Time of a step (s)", plots.phases(history.seconds))
         if pauses:
-            yield _figure("Pause of generation (s)", plots.lines({"pause": pauses}))
+            yield figure_of("Pause of generation (s)", plots.lines({"pause": pauses}))
 
 
-def _figure(title: str, svg: str) -> str:
+def figure_of(title: str, svg: str) -> str:
+    """Return a plot with its title."""
     return f"<figure><h3>{html.escape(title)}</h3>{svg}</figure>"
 
 
@@ -389,7 +405,7 @@ def _samples(folder: Path) -> Iterable[str]:
 
 
 def _sample(sample: dict[str, Any]) -> str:
-    facts = " · ".join(f"{name} {value}" for name, value in browse.facts_of(sample).items())
+    facts = " · ".join(f"{name} {value}" for name, value in browse.details_of(sample).items())
     prompt, answer = browse.text_of(sample["prompt"]), sample["answer"]
     return (
         f"<article><h4>{html.escape(facts)}</h4><pre>{html.escape(prompt)}</pre>"
@@ -397,6 +413,30 @@ def _sample(sample: dict[str, Any]) -> str:
     )
 
 
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c232b; background: #f6f7f9; margin: 0; }
+main { max-width: 1120px; margin: 0 auto; padding: 24px 16px 64px; }
+h1 { font-size: 22px; overflow-wrap: anywhere; }
+h2 { font-size: 17px; margin: 32px 0 8px; }
+h3, h4 { font-size: 13px; margin: 0 0 4px; color: #4a5360; font-weight: 600; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(125px, 1fr)); gap: 10px; }
+.tiles div, figure, article, details { background: #fff; border: 1px solid #e3e6ea;
+  border-radius: 8px; padding: 10px 12px; }
+.tiles b { display: block; font-size: 19px; }
+.tiles span { color: #4a5360; font-size: 13px; }
+.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 440px), 1fr));
+  gap: 12px; }
+figure { margin: 0; }
+figure svg { width: 100%; height: auto; display: block; }
+figcaption { font-size: 13px; color: #4a5360; }
+figcaption i { display: inline-block; width: 10px; height: 10px; border-radius: 2px;
+  margin: 0 2px 0 12px; }
+article { margin: 0 0 10px; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; color: #4a5360;
+  font: 13px/1.45 ui-monospace, monospace; max-height: 22em; overflow: auto; }
+.answer { color: #1c232b; font-weight: 600; border-top: 1px dashed #d5d9de; margin-top: 6px;
+  padding-top: 6px; }
+"""
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -405,29 +445,7 @@ _PAGE = """<!doctype html>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <title>splice: {title}</title>
 <style>
-body {{ font: 15px/1.5 system-ui, sans-serif; color: #1c232b; background: #f6f7f9; margin: 0; }}
-main {{ max-width: 1120px; margin: 0 auto; padding: 24px 16px 64px; }}
-h1 {{ font-size: 22px; overflow-wrap: anywhere; }}
-h2 {{ font-size: 17px; margin: 32px 0 8px; }}
-h3, h4 {{ font-size: 13px; margin: 0 0 4px; color: #4a5360; font-weight: 600; }}
-.tiles {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(125px, 1fr)); gap: 10px; }}
-.tiles div, figure, article, details {{ background: #fff; border: 1px solid #e3e6ea;
-  border-radius: 8px; padding: 10px 12px; }}
-.tiles b {{ display: block; font-size: 19px; }}
-.tiles span {{ color: #4a5360; font-size: 13px; }}
-.grid {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 440px), 1fr));
-  gap: 12px; }}
-figure {{ margin: 0; }}
-figure svg {{ width: 100%; height: auto; display: block; }}
-figcaption {{ font-size: 13px; color: #4a5360; }}
-figcaption i {{ display: inline-block; width: 10px; height: 10px; border-radius: 2px;
-  margin: 0 2px 0 12px; }}
-article {{ margin: 0 0 10px; }}
-pre {{ white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; color: #4a5360;
-  font: 13px/1.45 ui-monospace, monospace; max-height: 22em; overflow: auto; }}
-.answer {{ color: #1c232b; font-weight: 600; border-top: 1px dashed #d5d9de; margin-top: 6px;
-  padding-top: 6px; }}
-</style>
+{style}</style>
 </head>
 <body><main>
 <h1>{title}</h1>

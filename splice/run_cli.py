@@ -21,7 +21,7 @@ from orchestrator.processes.logs import log_to_stderr
 from orchestrator.processes.python import python_command, python_environment
 from orchestrator.protocol.hub import is_hub_id
 from orchestrator.storage import layout
-from splice import report
+from splice import report, trace
 from splice import watch as watching
 from splice.client.run_file import (
     FILE_NAME,
@@ -39,6 +39,7 @@ from splice.cluster import machine, up
 from splice.cluster.doctor import Gpu, list_gpus
 from splice.cluster.elsewhere import Elsewhere, Place
 from splice.cluster.environments import install
+from splice.dashboard import Dashboard
 from splice.rl import browse, decisions
 
 app = typer.Typer()
@@ -418,6 +419,38 @@ def make_report(
     """Write one HTML page about the run's loop: plots, a timeline of both sides, samples."""
     out.write_text(report.page(_loop_dir(run)), encoding="utf-8")
     typer.echo(str(out))
+
+
+@app.command()
+def dashboard(
+    runs: Annotated[list[Path] | None, typer.Argument(help="Runs, to compare if several.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8420,
+    host: Annotated[
+        str, typer.Option(help="Address. Whoever reaches it sees the samples.")
+    ] = "127.0.0.1",
+) -> None:
+    """Serve a live page: curves, evaluations, both sides, samples; of several runs, comparisons."""
+    loops = [_loop_dir(run) for run in runs or [_HERE]]
+    try:
+        board = Dashboard(loops, host=host, port=port)
+    except OSError as error:
+        raise ConfigError(f"cannot serve on {host}:{port} ({error}); set another --port") from error
+    with board:
+        typer.echo(f"{board.url} (Ctrl-C ends it)")
+        while True:
+            time.sleep(1.0)
+
+
+@app.command("trace")
+def write_trace(
+    run: Run = _HERE,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file.")] = Path("trace.json"),
+    steps: Annotated[int, typer.Option(min=1, help="Only the newest steps.")] = 50,
+) -> None:
+    """Write both sides over time, to open in ui.perfetto.dev: steps, publications, requests."""
+    found = trace.trace(_loop_dir(run), steps=steps)
+    out.write_text(json.dumps(found), encoding="utf-8")
+    typer.echo(f"{out}: open it in https://ui.perfetto.dev or chrome://tracing")
 
 
 @app.command()

@@ -14,11 +14,11 @@ from __future__ import annotations
 import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, pstdev
 from typing import Any
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import TensorSpec, batch_specs
+from splice.client.advantages import AdvantageName, advantages_of
 
 _IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 """The second one: vLLM need not decode each token of the log-probs separately."""
@@ -135,18 +135,11 @@ def _versions(reply: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(reply.get("versions", named))
 
 
-def group_advantages(rewards: Sequence[float], *, divides_by_std: bool = True) -> list[float]:
-    """Group-relative advantages (r - mean) / (std + 1e-6): GRPO, arXiv:2402.03300, 4.1.2. Without
-    the division: Dr. GRPO, arXiv:2503.20783, 3.2."""
-    mean = fmean(rewards)
-    scale = pstdev(rewards) + 1e-6 if divides_by_std else 1.0
-    return [(r - mean) / scale for r in rewards]
-
-
 def grpo_batch(
     groups: Sequence[Sequence[tuple[Completion | Sequence[Completion], float]]],
     *,
     divides_by_std: bool = True,
+    advantages: AdvantageName | None = None,
 ) -> Batch:
     """Return a batch of groups of (answer, reward). A group has the answers to one prompt.
 
@@ -157,23 +150,22 @@ def grpo_batch(
     Args:
         divides_by_std: see `group_advantages`. Without it a group whose rewards differ little
             counts little.
+        advantages: a name of `splice.client.advantages`, in place of `divides_by_std`.
 
     Raises:
         ConfigError: no answer has a token.
     """
+    kept = [group for group in groups if group]
+    name = advantages or ("grpo" if divides_by_std else "dr_grpo")
+    found = advantages_of([[reward for _, reward in group] for group in kept], name)
     rows = [
         (sequence, advantage)
-        for group in groups
-        if group
-        for (answer, _), advantage in zip(
-            group,
-            group_advantages([reward for _, reward in group], divides_by_std=divides_by_std),
-            strict=True,
-        )
+        for group, own in zip(kept, found, strict=True)
+        for (answer, _), advantage in zip(group, own, strict=True)
         for sequence in ((answer,) if isinstance(answer, Completion) else answer)
         if sequence.answer_ids
     ]
-    return _batch(rows)
+    return batch_of(rows)
 
 
 def sft_batch(answers: Sequence[Completion]) -> Batch:
@@ -182,11 +174,15 @@ def sft_batch(answers: Sequence[Completion]) -> Batch:
     Raises:
         ConfigError: no answer has a token.
     """
-    return _batch([(answer, 1.0) for answer in answers if answer.answer_ids])
+    return batch_of([(answer, 1.0) for answer in answers if answer.answer_ids])
 
 
-def _batch(rows: Sequence[tuple[Completion, float]]) -> Batch:
-    """A batch of (sequence, advantage)."""
+def batch_of(rows: Sequence[tuple[Completion, float | Sequence[float]]]) -> Batch:
+    """Return a batch of (sequence, advantage), with one advantage or that of each answer token.
+
+    Raises:
+        ConfigError: there are no rows.
+    """
     if not rows:
         raise ConfigError("no answer has a token; a batch needs at least one")
     tokens, lengths = array.array("i"), array.array("i")
@@ -197,7 +193,9 @@ def _batch(rows: Sequence[tuple[Completion, float]]) -> Batch:
         tokens.extend((*completion.prompt_ids, *completion.answer_ids))
         lengths.append(prompt + answer)
         mask.extend([0.0] * prompt + sampled)
-        advantages.extend([0.0] * prompt + [advantage * s for s in sampled])
+        each = [advantage] * answer if isinstance(advantage, int | float) else advantage
+        advantages.extend([0.0] * prompt)
+        advantages.extend(a * s for a, s in zip(each, sampled, strict=True))
         logprobs.extend((*([0.0] * prompt), *(completion.logprobs or [0.0] * answer)))
         temperatures.append(completion.temperature)
     experts, routing = _routed_experts([completion for completion, _ in rows])

@@ -5,6 +5,7 @@ from splice.rl import Loop, LoopConfig
 
 from splice.rl.config import LoopConfig, SamplingConfig
 from splice.rl.loop import Loop
+from splice.rl.parts import as_reward
 from splice.rl.rewards import trl_reward
 from splice.rl.rollouts import Rollout, SampleFailed
 from splice.rl.sampler import RequestRefused, Row
@@ -26,5 +27,6 @@ __all__ = [
     "Scored",
     "Step",
     "Turn",
+    "as_reward",
     "trl_reward",
 ]

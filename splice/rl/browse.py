@@ -90,6 +90,13 @@ def facts_of(sample: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def details_of(sample: dict[str, Any]) -> dict[str, str]:
+    """Return the facts, and the parts of the reward if it has some."""
+    parts = sample.get("rewards", {})  # older samples lack them
+    named = ", ".join(f"{name} {value:.4g}" for name, value in parts.items())
+    return facts_of(sample) | ({"of": named} if named else {})
+
+
 def table(found: list[dict[str, Any]]) -> RenderableType:
     """Return one line for each sample."""
     made = Table()
@@ -111,7 +118,7 @@ def whole(found: list[dict[str, Any]]) -> RenderableType:
     """Return each sample with its whole text."""
     panels = []
     for sample in found:
-        title = ", ".join(f"{name} {value}" for name, value in facts_of(sample).items())
+        title = ", ".join(f"{name} {value}" for name, value in details_of(sample).items())
         body = Text(text_of(sample["prompt"]), style="dim")
         body.append(f"\n{sample['answer']}", style="bold not dim")
         panels.append(Panel(body, title=Text(title), title_align="left"))

@@ -11,6 +11,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import Settings
 from orchestrator.protocol.messages import MIN_TEMPERATURE
 from orchestrator.protocol.messages.mistakes import UserInput
+from splice.client.advantages import AdvantageName
 from splice.client.batches import ASK
 from splice.rl.bodies import FIELDS, check_fields, json_of
 
@@ -78,6 +79,11 @@ class LoopSettings(UserInput, Settings):
     """Most prompts that are asked in place of one whose answers all have the same reward, because
     such a group teaches nothing: dynamic sampling, arXiv:2503.14476, 3.2. The last one stays,
     whatever its rewards. 0: none is replaced."""
+    advantages: AdvantageName = "grpo"
+    """How a reward becomes an advantage. grpo: relative to its group's mean, by its std; dr_grpo:
+    without the division; rloo: relative to the others of its group; reinforce_pp: relative to the
+    batch's mean, by its std; reinforce_pp_baseline: relative to the group's mean, by the batch's
+    std. `splice/client/advantages.py` has formulas and papers."""
     steps: int | None = Field(default=None, ge=1)
     """Steps after which the loop ends, counted over all starts. None: it continues."""
     overlong: Literal["train", "mask"] = "train"

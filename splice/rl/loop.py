@@ -29,12 +29,14 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import LossSpec, OptimParams, Status, TrainMergedResult
 from orchestrator.protocol.messages.mistakes import check_loss_name
+from splice.client.advantages import OF_BATCH
 from splice.client.batches import Completion, grpo_batch
 from splice.client.clients import SpliceClient
 from splice.client.run_file import run_folder
@@ -97,10 +99,17 @@ class Loop:
         check_scoring(reward, environment, self.config)
         self.client, self.folder = client, Path(folder)
         self._prompts, self._make_batch = prompts, make_batch
-        if self.config.group_size == 1 and make_batch is grpo_batch:
+        is_ours, name = make_batch is grpo_batch, self.config.advantages
+        if self.config.group_size == 1 and is_ours and name != OF_BATCH:
             raise ConfigError(
                 "group_size is 1, and the advantages of a group's answers are relative to their "
-                "mean: all would be 0. Use a larger group_size, or a make_batch of your own"
+                f'mean: all would be 0. Use a larger group_size, advantages = "{OF_BATCH}", or a '
+                "make_batch of your own"
+            )
+        if not is_ours and name != "grpo":
+            raise ConfigError(
+                f'advantages = "{name}" is for batches that the loop makes, and make_batch makes '
+                "yours: leave one of them out"
             )
         self._reward, self._environment = reward, environment
         if environment is None and self.config.on_error == "stop":
@@ -187,7 +196,9 @@ class Loop:
             call=self._call,
             loss=self._loss,
             optim=optim if callable(optim) else lambda _: optim,
-            make_batch=self._make_batch,
+            make_batch=partial(grpo_batch, advantages=self.config.advantages)
+            if self._make_batch is grpo_batch
+            else self._make_batch,
         )
 
     def _begin(self, status: Status) -> None:

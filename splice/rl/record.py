@@ -28,6 +28,11 @@ class Record:
             folder=folder, loop=loop, alias=alias, config=config.model_dump(mode="json")
         )
         self._sinks = [sinks.SinkThread(name, facts) for name in config.sinks]
+        self._tables = [
+            sink for sink, name in zip(self._sinks, config.sinks, strict=True) if name == "wandb"
+        ]
+        self._rows: dict[int, list[dict[str, Any]]] = {}
+        """Step -> the rows of its table."""
         self._keeps_samples = config.keep_samples != 0
         self._files = samples.SampleFiles(
             folder / samples.SAMPLES, keep_steps=config.keep_samples or None
@@ -49,6 +54,8 @@ class Record:
             self._background.call(
                 lambda: self._files.append(step, samples.line_of(step, rollout, part))
             )
+        if self._tables and len(rows := self._rows.setdefault(step, [])) < sinks.TABLE_ROWS:
+            rows.append(samples.row_of(step, rollout))
 
     def step(
         self,
@@ -66,7 +73,10 @@ class Record:
         whole_s = seconds.get("step") or 1.0
         groups["balance"] = {side: seconds.get(side, 0.0) / whole_s for side in SIDES}
         found = {f"{group}/{name}": v for group, own in groups.items() for name, v in own.items()}
-        self.note(number, {"version": version, **found})
+        self.note(number, sinks.with_trl_names({"version": version, **found}))
+        rows = self._rows.pop(number, [])
+        for sink in self._tables if rows else ():
+            sink.table(number, rows)
 
     def note(self, number: int, metrics: Mapping[str, float]) -> None:
         """Send numbers under their own names."""

@@ -27,6 +27,7 @@ from typing import Any
 from orchestrator.errors import ConfigError, ErrorCode, SpliceError
 from orchestrator.processes.child import kill_family
 from orchestrator.processes.parent import die_with_parent
+from splice.rl.parts import as_reward
 
 START_S = 300.0
 """Longest start of a process, in seconds: it imports what the reward needs."""
@@ -193,7 +194,7 @@ class _Worker:
             pass
         what, *said = self._answer(timeout_s)
         if what == "reward":
-            return float(said[0])
+            return as_reward(said[0])
         error = RewardFailed(said[0])
         for note in said[1:]:
             error.add_note(note)
@@ -252,7 +253,7 @@ def _answer_of(reward: Callable[..., Any], row: Any, completion: Any) -> tuple[A
         text = f"raised {type(error).__name__}: {error}"
         return "failed", text, "".join(traceback.format_exception(error))
     try:
-        return "reward", float(given)
+        return "reward", as_reward(given)
     except Exception:  # noqa: BLE001 - a user's object may raise anything
         return "failed", f"returned {given!r:.100}, which is no number"
 

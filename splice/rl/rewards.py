@@ -20,6 +20,7 @@ from typing import Any
 
 from orchestrator.errors import ConfigError
 from splice.client.batches import Completion
+from splice.rl.parts import PartedReward, as_reward, parts_of
 from splice.rl.sampler import Row
 
 RewardFunction = Callable[..., Any]
@@ -32,6 +33,8 @@ def trl_reward(
     *functions: RewardFunction, weights: Sequence[float] | None = None
 ) -> Callable[[Row, Completion], Awaitable[float] | float]:
     """The weighted sum of reward functions. A function that returns None does not count.
+
+    Each one's own number is a part of the reward, with the function's name (`splice.rl.parts`).
 
     As a loop's `reward`, plain functions run on its threads (`reward_threads`), before coroutines.
     With `reward_processes`, all of them run in its processes.
@@ -109,11 +112,22 @@ def _call(function: RewardFunction, kind: str, row: Row, completion: Completion)
 
 
 def _sum(parts: Parts, scores: Sequence[Any]) -> float:
-    values = [
-        (weight, score[0] if kind == LISTS else score)
-        for (_, kind, weight), score in zip(parts, scores, strict=True)
-    ]
-    counted = [(weight, float(value)) for weight, value in values if value is not None]
+    total, found, counted = 0.0, dict[str, float](), 0
+    for (function, kind, weight), score in zip(parts, scores, strict=True):
+        given = score[0] if kind == LISTS else score
+        if given is None:
+            continue
+        value, counted = as_reward(given), counted + 1
+        total += weight * value
+        own = parts_of(value) or {_name(function): float(value)}
+        for name, part in own.items():
+            taken = sum(n.split(".")[0] == name for n in found)
+            found[f"{name}.{taken + 1}" if taken else name] = part
     if not counted:
         raise ValueError("every reward function returned None")
-    return sum(weight * value for weight, value in counted)
+    return PartedReward(total, found)
+
+
+def _name(function: RewardFunction) -> str:
+    inner = function.func if isinstance(function, partial) else function
+    return getattr(inner, "__name__", type(inner).__name__)

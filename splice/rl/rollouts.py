@@ -15,6 +15,7 @@ from splice.client.batches import Completion
 from splice.rl.asking import Asking, Context, Place
 from splice.rl.config import LoopConfig
 from splice.rl.decisions import Order
+from splice.rl.parts import as_reward
 from splice.rl.sampler import RequestRefused, Row
 from splice.rl.scoring import Scoring, users_code
 from splice.rl.turns import Environment, Sample, Scored, Turn, scored, sequences_of
@@ -381,7 +382,7 @@ def _rollout_of(part: Scored, row: Row, place: Place, *, attempt: int) -> Rollou
         attempt=attempt,
         completion=sequences[-1],
         spans=tuple(span for turn in turns for span in turn.spans),
-        reward=part.reward,
+        reward=as_reward(part.reward),
         sequences=sequences,
         turns=turns,
         name=part.name,

@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from splice.rl.parts import parts_of
+
 SAMPLES = "samples"
 """Folder of the samples within a loop's."""
 DIGITS = 5
@@ -41,6 +43,7 @@ def line_of(step: int, rollout: Any, part: int = 0) -> str:
         "name": rollout.name,
         "part": part,
         "reward": rollout.reward,
+        "rewards": parts_of(rollout.reward),
         "prompt": row.get("prompt", row.get("messages")),
         "answer": completion.text,
         "finish_reason": completion.finish_reason,
@@ -52,6 +55,20 @@ def line_of(step: int, rollout: Any, part: int = 0) -> str:
         "at": round(time.time(), 3),
     }
     return json.dumps(found, default=str, ensure_ascii=False) + "\n"
+
+
+def row_of(step: int, rollout: Any) -> dict[str, Any]:
+    """Return the rollout as a row of a table: texts and numbers only."""
+    asked = rollout.row.get("prompt", rollout.row.get("messages"))
+    return {
+        "step": step,
+        "group": rollout.group,
+        "prompt": asked if isinstance(asked, str) else json.dumps(asked, default=str),
+        "answer": rollout.completion.text,
+        "reward": float(rollout.reward),
+        "rewards": json.dumps(parts_of(rollout.reward)),
+        "finish_reason": str(rollout.completion.finish_reason),
+    }
 
 
 class SampleFiles:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from orchestrator.errors import ConfigError
 from splice.client.batches import Completion
 from splice.rl.config import LoopConfig
+from splice.rl.parts import as_reward, parts_of
 from splice.rl.reward_processes import (
     START_S,
     NoProcess,
@@ -22,7 +23,9 @@ from splice.rl.reward_threads import NoThread, RewardThreads
 from splice.rl.sampler import Row
 from splice.rl.turns import LARGEST_REWARD, Environment
 
-Reward = Callable[[Row, Completion], "float | Awaitable[float]"]
+Given = float | Mapping[str, float]
+"""A reward, or its parts by name, of which it is the sum."""
+Reward = Callable[[Row, Completion], Given | Awaitable[Given]]
 Fail = Callable[[str], Exception]
 """Makes a text the failure of one sample."""
 
@@ -53,11 +56,12 @@ class Scoring:
         with users_code("the reward", fail, timeout, lambda: late, passes=(NoThread, NoProcess)):
             given = await self._call(row, completion, timeout)
         try:
-            reward = float(given)
+            reward = as_reward(given)
         except Exception:  # noqa: BLE001  - a user's object may raise anything
             raise fail(f"the reward returned {given!r:.100}, which is no number") from None
-        if not abs(reward) <= LARGEST_REWARD:  # nor NaN
-            raise fail(f"the reward is {reward}")
+        for name, value in {**parts_of(reward), "": reward}.items():
+            if not abs(value) <= LARGEST_REWARD:  # nor NaN
+                raise fail(f"the reward{name and f' {name}'} is {value}")
         return reward
 
     async def _call(self, row: Row, completion: Completion, timeout: asyncio.Timeout) -> Any:

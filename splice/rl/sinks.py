@@ -7,6 +7,9 @@ that is started again continues its run there.
     train/*     metrics of the trainer               rollout/*  metrics of the rollouts
     seconds/*   what `Step.seconds` has              balance/*  shares of the step's time
     version     the version that the step made       others     from `Loop.note`
+
+The same numbers also have TRL's names (`TRL_NAMES`, `train/rewards/NAME/mean`), so that a dashboard
+made for TRL finds them. WANDB_NAME names the run of W&B, which also gets a table of samples.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +30,21 @@ from splice.rl.config import SinkName
 
 PROJECT = "splice"
 """Project or experiment, where the tool's environment variables name none."""
+TRL_NAMES = {
+    "rollout/reward_mean": "train/reward",
+    "rollout/reward_std": "train/reward_std",
+    "rollout/groups_without_signal": "train/frac_reward_zero_std",
+    "rollout/answer_tokens": "train/completions/mean_length",
+    "rollout/truncated": "train/completions/clipped_ratio",
+    "train/kl_mean": "train/kl",
+    "train/entropy_mean": "train/entropy",
+    "train/lr": "train/learning_rate",
+    "train/clip_fraction": "train/clip_ratio/region_mean",
+    "seconds/step": "train/step_time",
+}
+"""Our name -> TRL's (GRPOTrainer, as its W&B run has it)."""
+TABLE_ROWS = 32
+"""Most samples of a step in a table."""
 CLOSE_S = 30.0
 """Longest time in which a sink may write what is left when the loop ends."""
 
@@ -43,6 +62,18 @@ class LoopFacts:
     def run_name(self) -> str:
         """Name of the run in each tool."""
         return f"{self.alias}-{self.loop}"
+
+
+def with_trl_names(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics, also under TRL's names."""
+    parts = "rollout/rewards/"
+    more = {TRL_NAMES[name]: value for name, value in metrics.items() if name in TRL_NAMES}
+    means = {
+        f"train/rewards/{name.removeprefix(parts)}/mean": value
+        for name, value in metrics.items()
+        if name.startswith(parts)
+    }
+    return {**metrics, **more, **means}
 
 
 class Sink(Protocol):
@@ -84,9 +115,10 @@ class Wandb:
 
     def __init__(self, facts: LoopFacts) -> None:
         wandb, self._newest = importlib.import_module("wandb"), 0
+        self._table = wandb.Table
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=facts.run_name,
+            name=os.environ.get("WANDB_NAME", facts.run_name),
             id=facts.loop,
             resume="allow",
             reinit="create_new",  # next to the user's own run
@@ -98,6 +130,13 @@ class Wandb:
         """Log the metrics."""
         self._newest = max(self._newest, step)  # it drops what comes for an older step
         self._run.log(dict(metrics), step=self._newest)
+
+    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log samples, which all have the same columns."""
+        self._newest = max(self._newest, step)
+        columns = list(rows[0])
+        table = self._table(columns=columns, data=[[row[c] for c in columns] for row in rows])
+        self._run.log({"samples": table}, step=self._newest)
 
     def close(self) -> None:
         """Upload what is left."""
@@ -129,7 +168,9 @@ class Mlflow:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics in one request."""
         now_ms, metric = int(time.time() * 1000), self._entities.Metric
-        found = [metric(name, value, now_ms, step) for name, value in metrics.items()]
+        # It refuses a whole request for one name, such as a reward's part "it's short".
+        named = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in metrics.items()}
+        found = [metric(name, value, now_ms, step) for name, value in named.items()]
         self._client.log_batch(self._run_id, metrics=found)
 
     def close(self) -> None:
@@ -202,10 +243,22 @@ class SinkThread:
         """Hand the metrics over; returns at once."""
         self._background.call(lambda: self._write(step, metrics))
 
-    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Hand samples over, for a sink that has tables; returns at once."""
+        self._background.call(lambda: self._write_table(step, rows))
+
+    def _opened(self) -> Sink:
         if self._sink is None:
             self._sink = self._open(self._facts)
-        self._sink.write(step, metrics)
+        return self._sink
+
+    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._opened().write(step, metrics)
+
+    def _write_table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        sink = self._opened()
+        if isinstance(sink, Wandb):
+            sink.table(step, rows)
 
     def _close(self) -> None:
         if self._sink is not None:

@@ -13,9 +13,11 @@ from typing import Any
 
 from orchestrator.protocol.messages import LossSpec, TrainMergedResult
 from orchestrator.storage.files import replace_file
+from splice.client.advantages import OF_BATCH
 from splice.rl import decisions
 from splice.rl.balance import SIDES, Balance
 from splice.rl.config import INEXACT, LoopConfig
+from splice.rl.parts import parts_of
 from splice.rl.rollouts import Group
 
 log = logging.getLogger("splice.rl")
@@ -30,7 +32,8 @@ class Step:
     Attributes:
         number: counts from 1 over all starts of the loop.
         version: the version that the step made.
-        metrics: those of the trainer, and of the rollouts: reward_mean, reward_std, answer_tokens,
+        metrics: those of the trainer, and of the rollouts: reward_mean, reward_std,
+            rewards/NAME (a reward's part, mean over the rollouts that have it), answer_tokens,
             truncated (share of answers cut off), masked (share of answers without loss),
             groups_without_signal (share of groups whose rewards are all equal), groups_replaced
             (share of all groups that were asked for), dropped (samples), staleness_mean,
@@ -99,6 +102,7 @@ class Said:
             log.warning("step %d: %s", step.number, text)
         has_none = step.metrics.get("groups_without_signal") == 1.0
         learns = self._loss is None or self._loss.entropy_bonus or self._loss.kl is not None
+        learns = learns or self._config.advantages == OF_BATCH
         if has_none and not learns and not self._has_said_no_signal:
             self._has_said_no_signal = True  # the metric says it from here on
             log.warning(
@@ -184,7 +188,10 @@ def _metrics(groups: Sequence[Group], made: decisions.Made, config: LoopConfig) 
         for name in {part.name for part in group}
     ]
     asked = config.group_size * config.groups_per_step
+    parts = [(name, value) for reward in rewards for name, value in parts_of(reward).items()]
+    named = {name: [v for n, v in parts if n == name] for name, _ in parts}
     return {
+        **{f"rewards/{name}": fmean(values) for name, values in named.items()},
         "reward_mean": fmean(rewards),
         "reward_std": pstdev(rewards),
         "answer_tokens": tokens / len(rollouts),

@@ -23,6 +23,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import MIN_TEMPERATURE
 from splice.client.batches import Completion, Routing
 from splice.rl.config import OWN_FIELDS
+from splice.rl.parts import as_reward, parts_of
 from splice.rl.sampler import Row
 
 LARGEST_REWARD = 1e30
@@ -63,6 +64,7 @@ class Scored:
     """Turns that train with one reward.
 
     Attributes:
+        reward: a number; `as_reward({...})` for one with named parts.
         name: of the role that they play. Advantages compare rewards of the same name in a group.
     """
 
@@ -176,7 +178,7 @@ class Sample:
         return await self._encode(text, add_special_tokens=False)
 
 
-Result = float | Scored | Sequence[Scored]
+Result = float | Mapping[str, float] | Scored | Sequence[Scored]
 Environment = Callable[[Row, Sample], Awaitable[Result]]
 
 
@@ -195,7 +197,7 @@ def scored(result: Result, turns: Sequence[Turn], *, trains: bool = True) -> tup
     elif isinstance(result, Sequence):
         found = tuple(result)
     else:
-        found = (Scored(reward=float(result), turns=tuple(turns)),)
+        found = (Scored(reward=as_reward(result), turns=tuple(turns)),)
     trained = [turn for part in found for turn in part.turns]
     if not found or not all(part.turns for part in found):
         raise ValueError("the environment returned a reward without a turn to train on")
@@ -203,10 +205,12 @@ def scored(result: Result, turns: Sequence[Turn], *, trains: bool = True) -> tup
         raise ValueError("the environment returned a turn that this rollout did not sample")
     if len({turn.number for turn in trained}) != len(trained):
         raise ValueError("the environment returned a turn twice")
-    found = tuple(replace(part, reward=float(part.reward)) for part in found)
-    for part in found:
-        if not abs(part.reward) <= LARGEST_REWARD:  # nor NaN
-            raise ValueError(f"the reward is {part.reward}")
+    rewards = [as_reward(part.reward) for part in found]
+    found = tuple(replace(p, reward=reward) for p, reward in zip(found, rewards, strict=True))
+    for reward in rewards:
+        for name, value in {**parts_of(reward), "": reward}.items():
+            if not abs(value) <= LARGEST_REWARD:  # nor NaN
+                raise ValueError(f"the reward{name and f' {name}'} is {value}")
     for turn in trained:
         if trains and turn.completion.temperature < MIN_TEMPERATURE:
             raise ValueError(

@@ -28,8 +28,9 @@ from splice.client.clients import SpliceClient
 from splice.client.run_file import ENDPOINT_FILE
 from splice.cluster import up
 from splice.rl import Loop, LoopConfig, Step, decisions, evaluations
+from splice.rl.parts import PartedReward, as_reward, parts_of
 from splice.rl.sampler import Row
-from splice.rl.scoring import Reward, Scoring, score_all
+from splice.rl.scoring import Given, Reward, Scoring, score_all
 from splice.rl.turns import LARGEST_REWARD
 from splice.train import estimate
 from splice.train.data import rows_of
@@ -98,8 +99,10 @@ def _penalised(reward: Reward, penalty: float) -> Reward:
 
     async def penalised(row: Row, completion: Completion) -> float:
         given = await asyncio.to_thread(reward, row, completion)
-        value = float(await given if inspect.isawaitable(given) else given)
-        return value - penalty * (completion.finish_reason == "length")
+        value = as_reward(await given if inspect.isawaitable(given) else given)
+        less = penalty * (completion.finish_reason == "length")
+        parts = parts_of(value) and {**parts_of(value), "overlong_penalty": -less}
+        return PartedReward(value - less, parts)
 
     return penalised
 
@@ -137,7 +140,7 @@ def _call_once(reward: Reward, row: Row) -> None:
     empty = Completion(prompt_ids=(0,), answer_ids=(0,), logprobs=(0.0,), finish_reason="stop")
     try:
         given = reward(row, empty)
-        value = float(asyncio.run(_result(given)) if inspect.isawaitable(given) else given)
+        value = as_reward(asyncio.run(_result(given)) if inspect.isawaitable(given) else given)
     except Exception as error:
         raise ConfigError(
             f"loop.reward fails for the first row and an empty answer: {type(error).__name__}: "
@@ -147,7 +150,7 @@ def _call_once(reward: Reward, row: Row) -> None:
         raise ConfigError(f"loop.reward gives {value} for the first row and an empty answer")
 
 
-async def _result(given: Awaitable[float]) -> float:
+async def _result(given: Awaitable[Given]) -> Given:
     return await given
 
 

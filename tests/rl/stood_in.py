@@ -19,13 +19,16 @@ def config(**more) -> LoopConfig:
     return LoopConfig(**{"group_size": 3, "groups_per_step": 2, "sampling": sampling, **more})
 
 
-async def run_loop(run, folder, *, servers=1, reward=reward, on_step=None, optim=None, **more):
+async def run_loop(
+    run, folder, *, servers=1, reward=reward, on_step=None, optim=None, environment=None, **more
+):
     """All steps, with servers that live as long as the loop. `on_step(step, replicas, loop)`."""
     run.servers.clear()
     replicas = [await Server(run).start() for _ in range(servers)]
     try:
         settings = config(**more)
         options = {"prompts": ROWS, "reward": reward, "config": settings, "optim": optim}
+        options |= {"environment": environment}
         async with Loop(run, folder, **options) as loop:
             steps = []
             async for step in loop:

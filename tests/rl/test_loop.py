@@ -170,8 +170,8 @@ def test_an_evaluation_beside_the_loop(cluster, tmp_path):
 
 
 def test_a_loss_that_the_trainer_does_not_know_is_refused_at_the_start(cluster, tmp_path):
-    loop = loop_of(cluster, tmp_path, loss=LossSpec(name="dappo"))
-    with pytest.raises(ConfigError, match="no loss 'dappo'; did you mean 'dapo'"):
+    loop = loop_of(cluster, tmp_path, loss=LossSpec(name="dapoo"))
+    with pytest.raises(ConfigError, match="no loss 'dapoo'; did you mean 'dapo'"):
         asyncio.run(all_steps(loop))
     assert not (tmp_path / decisions.LOG).exists(), "nothing was sampled"
 

@@ -13,22 +13,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from orchestrator.protocol.messages import TrainMergedResult
 from splice.cli import app
 from splice.report import phases_of, read
-from tests.rl.stand_in import StandIn
+from tests.rl.measured import SECRET, Measured
 from tests.rl.stood_in import run_loop
-
-SECRET = "<script>alert(1)</script>"
-
-
-class Measured(StandIn):
-    """With the metrics and seconds of a real trainer."""
-
-    def wait(self, job_id: str, *, timeout_s: float) -> TrainMergedResult:
-        found = super().wait(job_id, timeout_s=timeout_s)
-        metrics = {"loss": 0.5, "entropy_mean": 1.5, "kl_mean": 0.1, "logprob_gap_mean": 0.01}
-        return found.model_copy(update={"seconds": {"pause": 0.01}, "metrics": metrics})
 
 
 def page_of(folder: Path, *, steps: int = 4) -> Path:

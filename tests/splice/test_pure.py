@@ -18,7 +18,8 @@ from rich.console import Console
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import InferenceConfig, ParallelConfig, TrainerConfig
 from orchestrator.publication.config import PublicationConfig
-from splice.client.batches import Completion, group_advantages, grpo_batch
+from splice.client.advantages import group_advantages
+from splice.client.batches import Completion, grpo_batch
 from splice.client.run_file import RunFile, build, set_value
 from splice.cluster import preflight, up
 from splice.smoke import config as smoke_config

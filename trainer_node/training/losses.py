@@ -18,6 +18,7 @@ import torch
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import LOSS_PARAMETERS, LossSpec, ParamValue
+from trainer_node.training import losses_masked  # noqa: F401  - registers its losses
 from trainer_node.training.registry import (
     LossOutput,
     RegisteredLoss,

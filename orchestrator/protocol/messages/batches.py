@@ -28,11 +28,16 @@ LOSS_PARAMETERS: dict[str, dict[str, float | None]] = {
     "truncated_importance_sampling": {"clip_low": 0.2, "clip_high": 0.2, "ratio_cap": 2.0},
     "cispo": {"clip_low": 1.0, "clip_high": 4.0},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "masked_importance_sampling": {"clip_low": 0.2, "clip_high": 0.2, "ratio_cap": 2.0},
+    "icepop": {"clip_low": 0.2, "clip_high": 0.2, "ratio_low": 0.5, "ratio_cap": 5.0},
+    "token_rejection": {"clip_low": 0.2, "clip_high": 0.2, "ratio_low": 0.5, "ratio_cap": 2.0},
+    "sequence_rejection": {"clip_low": 0.2, "clip_high": 0.2, "ratio_low": 0.98, "ratio_cap": 1.02},
+    "dppo": {"clip_low": 0.15, "clip_high": 0.15, "ratio_cap": 20.0},
 }
 """Built-in loss -> its parameters and their defaults. `trainer_node/training/losses.py` defines
 each."""
 
-_ALL_PARAMETERS = ("clip_low", "clip_high", "dual_clip", "ratio_cap")
+_ALL_PARAMETERS = ("clip_low", "clip_high", "dual_clip", "ratio_low", "ratio_cap")
 
 
 class KlSpec(UserInput):
@@ -77,13 +82,18 @@ class LossSpec(UserInput):
     """A loss of `LOSS_PARAMETERS`, or one of your own. `splice train` takes
     truncated_importance_sampling unless the file names one."""
     clip_low: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """The importance ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    """The importance ratio is clipped to [1 - clip_low, 1 + clip_high]. dppo: bounds of the
+    change of a token's probability."""
     clip_high: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """See `clip_low`."""
     dual_clip: float | None = Field(default=None, gt=1, allow_inf_nan=False)
     """ppo: lower bound, times the advantage, of a token with a negative advantage. None: off."""
+    ratio_low: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """icepop and the rejections: a token or sequence with a smaller ratio of trainer against
+    sampler is left out."""
     ratio_cap: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """truncated_importance_sampling: largest weight of trainer against sampler."""
+    """Largest ratio of trainer against sampler. truncated_importance_sampling and dppo cut larger
+    ones to it; the others leave out what has a larger one."""
     params: dict[str, ParamValue] = Field(default={}, max_length=64)
     """Parameters of a registered loss."""
     kl: KlSpec | None = None

@@ -10,12 +10,15 @@ _PLACES: dict[str, str] = {
     "OptimParams.beta2": "adam_beta2 beta2",
     "OptimParams.eps": "adam_epsilon adam_eps",
     "OptimParams.max_grad_norm": "max_grad_norm grad_clip clip_grad max_norm gradient_clip",
-    "LossSpec.name": "loss_type adv_estimator advantage_estimator algorithm policy_loss",
+    "LossSpec.name": "loss_type algorithm policy_loss rollout_is rollout_rs "
+    "vllm_importance_sampling_mode truncated_importance_sampling_type",
     "LossSpec.clip_low": "epsilon epsilon_low clip_ratio clip_ratio_low cliprange clip_range "
     "eps_clip clip_eps",
     "LossSpec.clip_high": "epsilon_high clip_ratio_high eps_clip_high",
     "LossSpec.dual_clip": "clip_ratio_c eps_clip_c delta",
-    "LossSpec.ratio_cap": "tis_clip tis_imp_ratio_cap vllm_importance_sampling_cap",
+    "LossSpec.ratio_cap": "tis_clip tis_imp_ratio_cap vllm_importance_sampling_cap "
+    "rollout_is_threshold rollout_rs_threshold truncated_importance_sampling_ratio",
+    "LossSpec.ratio_low": "rollout_rs_threshold_lower truncated_importance_sampling_ratio_min",
     "LossSpec.entropy_bonus": "entropy_coef entropy_coeff ent_coef entropy_loss_coef",
     "LossSpec.normalize_by": "loss_agg_mode token_level_loss",
     "KlSpec.coefficient": "beta kl_beta kl_coef kl_coeff kl_loss_coef init_kl_coef kl_tau "
@@ -32,6 +35,7 @@ _PLACES: dict[str, str] = {
     "total_epochs",
     "LoopConfig.max_staleness": "async_level max_async_level max_off_policy_steps "
     "staleness_threshold max_head_offpolicyness",
+    "LoopConfig.advantages": "adv_estimator advantage_estimator scale_rewards",
     "LoopConfig.dynamic_sampling": "filter_groups use_dynamic_sampling max_num_gen_batches "
     "online_difficulty_filtering dynamic_sampling_max_gen_batches",
     "LoopConfig.overlong": "mask_truncated_completions overlong_filtering apply_overlong_filtering",

@@ -132,6 +132,45 @@ class TestByHand:
         assert out.loss.item() == pytest.approx(-(max(s1, 0.8) * -a1 + 1.3))
         assert out.num_clipped.item() == 4  # all tokens of sequences 1 and 3
 
+    def test_masked_importance_sampling(self) -> None:
+        """Sequence weights 2 * 2 = 4 (left out), 0.5 * 0.5 * 1 = 0.25 and 8 (left out): 0.25 * (1 -
+        1 + 0.5).
+        """
+        assert value("masked_importance_sampling") == (pytest.approx(-0.25 * 0.5), 3)
+        assert value("masked_importance_sampling", ratio_cap=4.5)[1] == 1
+        assert value("masked_importance_sampling", ratio_cap=4.5)[0] == pytest.approx(-0.125)
+
+    def test_icepop(self) -> None:
+        """Ratios 2, 2, .5, .5, 1 are weights, and 8 is left out: 2 - 2 + .5 - .5 + .5."""
+        assert value("icepop", ratio_low=0.4) == (pytest.approx(-0.5), 1)
+        assert value("icepop", ratio_low=0.6) == (pytest.approx(-0.5), 3)
+        assert value("icepop", ratio_low=0.0, ratio_cap=9.0) == (pytest.approx(7.5), 0)
+
+    def test_token_rejection(self) -> None:
+        """Nothing is reweighted: 1 - 1 + 1 - 1 + 0.5; 8 is left out."""
+        assert value("token_rejection", ratio_low=0.4, ratio_cap=2.5) == (pytest.approx(-0.5), 1)
+        assert value("token_rejection", ratio_low=0.6, ratio_cap=2.5) == (pytest.approx(-0.5), 3)
+        assert value("token_rejection", ratio_low=0.6, ratio_cap=9.0) == (pytest.approx(0.5), 2)
+
+    def test_sequence_rejection(self) -> None:
+        """Geometric means 2, (1/4)^(1/3) = 0.63 and 8: only the second sequence is within."""
+        got = value("sequence_rejection", ratio_low=0.6, ratio_cap=1.5)
+        assert got == (pytest.approx(-0.5), 3)
+        assert value("sequence_rejection") == (0, 6)
+
+    def test_dppo(self) -> None:
+        """Probabilities move by e^-1, e^-2, -0.30, -0.025, 0 and 0.13: the first is more likely
+        with A > 0, and left out. The others' log-probs count with their ratios times A.
+        """
+        log_probs = OLD + RATIOS.log()
+        weights = torch.tensor([0, 2, 0.5, 0.5, 1, 8], dtype=torch.float64)
+        expected = -(weights * ADVANTAGES * log_probs).sum().item()
+        assert value("dppo") == (pytest.approx(expected), 1)
+        capped = torch.tensor([0, 2, 0.5, 0.5, 1, 4], dtype=torch.float64)
+        expected = -(capped * ADVANTAGES * log_probs).sum().item()
+        assert value("dppo", ratio_cap=4.0) == (pytest.approx(expected), 2)
+        assert value("dppo", clip_low=0.02)[1] == 2, "the fourth one, less likely with A < 0"
+
     def test_old_logprobs_replace_the_samplers(self) -> None:
         for name in ("importance_sampling", "ppo", "grpo", "dapo", "cispo", "gspo"):
             on_policy = bind_loss(LossSpec(name=name))(inputs(old=inputs().log_probs_N))
@@ -218,9 +257,39 @@ def plain(name: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
                 terms.append(-torch.clip(r, low, high).detach() * a * lp)
             elif name == "truncated_importance_sampling":
                 terms.append(-min(math.exp(o - mu), 2.0) * clipped(r, a))
+            elif name == "icepop":
+                k = math.exp(o - mu)
+                terms.append(-k * clipped(r, a) if 0.5 <= k <= 5 else 0 * lp)
+            elif name == "token_rejection":
+                terms.append(-clipped(r, a) if 0.5 <= math.exp(o - mu) <= 2 else 0 * lp)
+            elif name == "dppo":
+                p, q = lp.exp().item(), mu.exp().item()
+                leaves = p - q > 0.15 if a > 0 else q - p > 0.15
+                terms.append(0 * lp if leaves else -min(p / q, 20.0) * a * lp)
+            elif name in ("masked_importance_sampling", "sequence_rejection"):
+                terms.append(-_sequence_weight(name, old, len(terms)) * clipped(r, a))
         return torch.stack(terms).sum()
 
     return loss
+
+
+def _sequence_weight(name: str, old: torch.Tensor, at: int) -> float:
+    """The weight of the sequence that token `at` is in."""
+    own = [i for i in range(6) if SEQUENCES[i] == SEQUENCES[at]]
+    ratios = [math.exp(old[i] - OLD[i]) for i in own]
+    if name == "sequence_rejection":
+        return float(0.98 <= math.prod(ratios) ** (1 / len(own)) <= 1.02)
+    return math.prod(ratios) if math.prod(ratios) <= 2 else 0.0
+
+
+OWN_OLD = (
+    "truncated_importance_sampling",
+    "masked_importance_sampling",
+    "icepop",
+    "token_rejection",
+    "sequence_rejection",
+)
+"""Losses whose old policy is the trainer's, where the batch has none."""
 
 
 @pytest.mark.parametrize("with_old", [False, True])
@@ -230,7 +299,7 @@ def test_gradients_equal_autograd_of_the_plain_formula(name: str, with_old: bool
     generator = torch.Generator().manual_seed(3)
     clipped, unclipped = 0, 0
     for _ in range(20):
-        near = 1e-3 if name == "gspo" else 0.6
+        near = {"gspo": 1e-3, "sequence_rejection": 0.04 if not with_old else 0.4}.get(name, 0.6)
         log_probs = (
             OLD + near * torch.randn(6, generator=generator, dtype=torch.float64)
         ).requires_grad_()
@@ -240,7 +309,7 @@ def test_gradients_equal_autograd_of_the_plain_formula(name: str, with_old: bool
             else None
         )
         out = bind_loss(LossSpec(name=name))(inputs(log_probs=log_probs, old=old))
-        default = log_probs.detach() if name == "truncated_importance_sampling" else OLD
+        default = log_probs.detach() if name in OWN_OLD else OLD
         expected = plain(name)(log_probs, default if old is None else old)
         assert out.loss.item() == pytest.approx(expected.item(), rel=1e-12)
         ours, theirs = (

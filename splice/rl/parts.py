@@ -1,0 +1,45 @@
+"""Named parts of a reward: what a reward function may return in place of one number.
+
+    def reward(row, completion): return {"correct": 1.0, "short": 0.2}     # the reward is 1.2
+
+`rollout/rewards/NAME` is the mean of each part, and a sample's line has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class PartedReward(float):
+    """A reward that remembers its parts. To everything else it is its number."""
+
+    parts: dict[str, float]
+
+    def __new__(cls, value: float, parts: Mapping[str, float]) -> PartedReward:
+        """Keep the parts next to the number, which weights may make another than their sum."""
+        made = super().__new__(cls, value)
+        made.parts = dict(parts)
+        return made
+
+    def __getnewargs__(self) -> tuple[float, dict[str, float]]:  # type: ignore[override]
+        return float(self), self.parts
+
+
+def as_reward(given: Any) -> float:
+    """Return what a reward function gave as a number: of a mapping the sum, with its parts.
+
+    Raises:
+        Exception: it is no number, or one of its parts is none.
+    """
+    if isinstance(given, PartedReward):
+        return given
+    if isinstance(given, Mapping):
+        parts = {str(name): float(value) for name, value in given.items()}
+        return PartedReward(sum(parts.values()), parts)
+    return float(given)
+
+
+def parts_of(reward: float) -> dict[str, float]:
+    """Return the parts of a reward; none if it is one number."""
+    return reward.parts if isinstance(reward, PartedReward) else {}

@@ -136,7 +136,8 @@ def moe_stand_in(
 
 
 def is_quantised(layer: torch.nn.Module) -> bool:
-    """Whether a layer keeps its own parameters in another form than they are loaded in."""
+    """Whether a layer keeps its own parameters in a different form from the one they are loaded
+    in."""
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 

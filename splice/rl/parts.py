@@ -30,7 +30,7 @@ def as_reward(given: Any) -> float:
     """Return what a reward function gave as a number: of a mapping the sum, with its parts.
 
     Raises:
-        Exception: it is no number, or one of its parts is none.
+        Exception: it, or one of its parts, is not a number.
     """
     if isinstance(given, PartedReward):
         return given

@@ -138,7 +138,8 @@ class Sample:
             more: what the template takes, such as `tools` or `chat_template_kwargs`.
 
         Raises:
-            ValueError: the chat template writes a message otherwise than it asks for one.
+            ValueError: the chat template writes a given message differently from how it prompts for
+                one.
         """
         if messages is None:
             before: dict[str, Any] = {"prompt": prompt}
@@ -189,7 +190,7 @@ def scored(result: Result, turns: Sequence[Turn], *, trains: bool = True) -> tup
         trains: False for an evaluation, which may be greedy.
 
     Raises:
-        ValueError: nothing trains, a reward is no number or too large, or a turn is not this
+        ValueError: nothing trains, a reward is not a number or is too large, or a turn is not this
             rollout's or would train twice.
     """
     if isinstance(result, Scored):

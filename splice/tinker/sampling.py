@@ -386,10 +386,10 @@ class Sampling:
 
 
 def check(asked: types.SampleRequest) -> None:
-    """Refuse what no sampler here can do.
+    """Refuse a request that needs something which no sampler here supports.
 
     Raises:
-        Refused: names it.
+        Refused: names what is unsupported.
     """
     if asked.sampling_session_id is None or asked.seq_id is None:
         raise unsupported("send sampling_session_id and seq_id (create_sampling_session)")

@@ -81,8 +81,8 @@ class Dropout:
             self._step = self._rows_L = None
 
     def before_layer(self, _module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
-        """A transformer layer's forward pre-hook: which tokens it gets. It runs before a
-        recomputation too, when other micro-batches have passed since."""
+        """Forward pre-hook of a transformer layer that notes which tokens the layer gets. It also
+        runs before a recomputation, when other micro-batches have passed since."""
         self._rows_L = getattr(kwargs["packed_seq_params"], "rows_L", None)
 
     def _own_rows(self) -> torch.Tensor:

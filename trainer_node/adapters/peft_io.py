@@ -344,7 +344,7 @@ def by_module(stored: Mapping[str, torch.Tensor], *, path: Path) -> dict[Key, to
     """Take stored names apart; the tensors become fp32.
 
     Raises:
-        AdapterError: a name that is no lora_A or lora_B of a linear, or one that is there twice;
+        AdapterError: a name that is not a linear's lora_A or lora_B, or that occurs twice;
             names it.
     """
     found: dict[Key, torch.Tensor] = {}

@@ -161,8 +161,8 @@ def _made_again(function: Callable[..., torch.Tensor], *inputs: Any) -> torch.Te
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chunks:
     """Where tokens are: the first chunks of all sequences come first, then their second ones, and
-    so on, so that one step's chunks lie together. Sequences are in descending order of length, so
-    that those that go on are the first."""
+    so on, so that one step's chunks are adjacent. Sequences are in descending order of length, so
+    that those that continue come first."""
 
     token_NL: torch.Tensor
     """Each place's token; T where a sequence has ended."""

@@ -95,7 +95,7 @@ def plan(
     Returns: ascending indices of the trainer's tensors that are needed, and the rest.
 
     Raises:
-        ManifestError: a group is no bf16, or the part has not all of it.
+        ManifestError: a group is not bf16, or is only partly in the part.
     """
     places = fp8_places(manifest, weights)
     chosen = list(range(len(sent.tensors))) if part is None else list(part)
@@ -236,7 +236,7 @@ class Fp8Steps:
     Args:
         export: merges the pieces; made with `sent`.
         group: of all ranks, on the device.
-        rounding: tells how to round now.
+        rounding: returns the present rounding.
     """
 
     longest_s = math.inf

@@ -92,8 +92,8 @@ class Exporter:
         return self._manifest
 
     def forget(self) -> None:
-        """Plan again, because the model has other adapters. Tensors that had one before stay among
-        those that change, so that a partial update takes the old one's delta away."""
+        """Plan again, because the model has other adapters. Tensors that had an adapter before stay
+        in the changed part, so that a partial update removes the old delta."""
         self._manifest = None
 
     def _plan(self, manifest: Manifest) -> frozenset[str]:

@@ -2,8 +2,9 @@
 
 A mapping's `megatron_to_hf` runs on index tensors, with the other ranks' shards simulated. What it
 returns says where each element came from: fused, interleaved, transposed, stacked. It runs again
-with coded indices: what is no mere arrangement (a norm with 1 added) then differs. No mapping class
-is known here. One run serves all layers and experts with the same names but for their numbers.
+with coded indices: anything that is not only a rearrangement (a norm with 1 added) then differs. No
+mapping class is known here. One run serves all layers and experts with the same names but for their
+numbers.
 """
 
 from __future__ import annotations
@@ -220,8 +221,9 @@ def _converted(
 
 
 def _turned(name: str, tensor: torch.Tensor, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """As Bridge 0.6's `_accumulate_grouped_export` turns the stack of all experts' tensors: unless
-    the checkpoint has another shape."""
+    """Transpose the stack of all experts' tensors as Bridge 0.6's `_accumulate_grouped_export`
+    does. A stack that the checkpoint has is transposed only if that gives it the checkpoint's
+    shape."""
     turned = tensor.transpose(-1, -2)
     if name in state:
         shape = state[name].shape[1:]

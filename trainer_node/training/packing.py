@@ -43,12 +43,11 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Whole sequences laid end to end, then padding, or this rank's chunks of all that; what the
-    losses need is there for the N scored tokens only, on every context-parallel rank for all of
-    them.
+    """Whole sequences laid end to end, then padding, or this rank's chunks of all that. The losses'
+    inputs exist only for the N scored tokens, but for all of those on every context-parallel rank.
 
-    Padding is separate sequences, so that nothing attends to it, and no longer ones than the
-    batch's longest.
+    Padding consists of separate sequences, so that nothing attends to it. None of them is longer
+    than the batch's longest sequence.
     """
 
     tokens_L: torch.Tensor

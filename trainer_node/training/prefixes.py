@@ -50,7 +50,7 @@ def bundles(
     Args:
         budget: most load of a bundle of several sequences that fit into it one by one.
         most: of one of longer sequences, which need more memory anyway.
-        copy_load: memory of a token's keys and values, of what the whole token takes.
+        copy_load: memory of a token's keys and values, as a share of the whole token's.
         parts: packs that must have about equal work at least.
     """
     starts = list(accumulate(batch.lengths, initial=0))

@@ -76,7 +76,7 @@ class Scorer:
         return served.all() if numerics == "served" else served.one_by_one()
 
     def share_of(self, tokens: int) -> float:
-        """Share of the layers that a pack of so many tokens recomputes in its backward pass; the
+        """Share of the layers that a pack of this many tokens recomputes in its backward pass; the
         same on every rank."""
         if self.forced_share is not None:
             return self.forced_share
@@ -97,7 +97,7 @@ class Scorer:
     def _cut(self, batch: Batch) -> Packs:
         budget = self.micro_batch_tokens
         most = None
-        if self.forced_share is None:  # a probe's tokens are no text
+        if self.forced_share is None:  # a probe's tokens are not text
             most = self.longest_trained or budget
         return passes.cut(self.model, batch, budget=budget, most=most)
 

@@ -53,7 +53,7 @@ class StepJobs:
     """Sends the steps' batches.
 
     Args:
-        optim: of a step, by its number.
+        optim: returns a step's optimizer parameters, given its number.
     """
 
     def __init__(

@@ -133,8 +133,8 @@ class Sample:
         `cross_entropy`.
 
         Args:
-            answer: to a prompt its text; to messages the assistant's message, with what the chat
-                template ends it with.
+            answer: for a prompt, its text; for messages, the assistant's message with the chat
+                template's end.
             more: what the template takes, such as `tools` or `chat_template_kwargs`.
 
         Raises:

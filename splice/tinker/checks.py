@@ -68,8 +68,8 @@ class Checks:
         """Check that weights can be loaded from a path, into a model or (None) into a new one.
 
         Raises:
-            Refused: there is no such checkpoint, it is a sampler's, or the model's adapter is
-                another one.
+            Refused: there is no such checkpoint, it is a sampler's, or its adapter differs from the
+                model's.
         """
         checkpoint = self._books.checkpoint(path)
         model = None if model_id is None else self._books.find_model(model_id)

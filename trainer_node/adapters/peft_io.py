@@ -82,7 +82,7 @@ class Stack:
 
 
 def in_file(stacks: Sequence[Stack]) -> list[Stack]:
-    """The same under PEFT's names, stacked experts in PEFT's shapes.
+    """The same tensors under PEFT's names, with stacked experts in PEFT's shapes.
 
     PEFT wraps the module once for each of its stacked tensors: the last one's adapter has the
     module's name, the one before it has `base_layer` after it. A is [E * R, I], B is [O, R * E].

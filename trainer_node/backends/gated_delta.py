@@ -37,8 +37,9 @@ def install() -> None:
 
 
 def use_kernels() -> None:
-    """Give Megatron's module flash-linear-attention's functions (see `megatron_import`), but the
-    rule in torch where theirs cannot train. Megatron names the package if it is not installed."""
+    """Give Megatron's module the functions of flash-linear-attention (see `megatron_import`). Where
+    its kernels cannot train, the rule itself runs in torch. If the package is not installed,
+    Megatron's error names it."""
     if importlib.util.find_spec("fla") is None:
         return
     from fla.modules import convolution

@@ -55,8 +55,8 @@ class Weight:
     width: int
 
     def slots_of(self, box: Box) -> tuple[Numbers, Numbers]:
-        """Slots of a box's rows [N] and what its columns [I] add to them; one of each where all
-        have the same."""
+        """Slots of a box's rows [N], and what its columns [I] add to them. Each has a single entry
+        if all entries are equal."""
         rows = np.arange(box.first_row, box.first_row + box.rows)
         if self.kind == "per_tensor":
             return np.array([self.slot]), np.array([0])

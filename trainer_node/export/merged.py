@@ -4,9 +4,9 @@
     merged_tensors()       these tensors, merged on rank 0; a collective that all ranks finish
     merged_tensors(part)   some of them; gathers only the parameters that they come from
 
-Bridge's export gathers one HF tensor at a time over pipeline, tensor and expert ranks; here its
-padding goes, its adapter is merged in, and it is checked against the manifest. The model is never
-staged whole. In full-parameter training there is nothing to merge.
+Bridge's export gathers one HF tensor at a time over pipeline, tensor and expert ranks. This module
+removes the padding, merges the adapter in, and checks the result against the manifest. The model is
+never staged whole. In full-parameter training there is nothing to merge.
 """
 
 from __future__ import annotations

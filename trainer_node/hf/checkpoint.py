@@ -270,7 +270,7 @@ class HfCheckpoint:
     Args:
         vocab_tensors: names of the embedding and, where there can be one, an output layer apart.
         padded_vocab: their rows in Megatron.
-        tied: they are one.
+        tied: whether these are one tensor.
     """
 
     def __init__(

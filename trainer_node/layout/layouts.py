@@ -131,9 +131,9 @@ def _probe(task: Any, state: Mapping[str, torch.Tensor]) -> dict[str, Answer]:
 
 
 def _holds(task: Any, shape: tuple[int, ...], answers: Mapping[str, Answer]) -> bool:
-    """Whether the layouts are what the mapping does to random numbers of the whole shape.
+    """Whether the layouts reproduce what the mapping does to random numbers of the whole shape.
 
-    A few columns do not show what a mapping does at a later one.
+    A probe of a few columns cannot show what a mapping does in later ones.
     """
     data = torch.randint(-(1 << 14), 1 << 14, shape, dtype=torch.int16)
     try:
@@ -232,8 +232,8 @@ def _turned(name: str, tensor: torch.Tensor, state: Mapping[str, torch.Tensor]) 
 
 
 def _detached(mapping: Any) -> Any:
-    """A copy with copies of the mappings inside: what they note stays out of Bridge's collectives,
-    which every rank must enter alike."""
+    """A copy that contains copies of the mappings. What they record then does not reach Bridge's
+    collectives, which every rank must enter in the same way."""
     from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 
     twin = copy.copy(mapping)

@@ -91,8 +91,8 @@ class _SingleExperts(nn.ModuleList):
 
 
 def with_single_experts(model: Any) -> Any:
-    """A model with one module for each expert, named as in checkpoints and adapters; a dense model
-    as it is, and so is one whose experts are not plain SwiGLU (gpt-oss).
+    """A model with one module for each expert, named as in checkpoints and adapters. Dense models,
+    and models whose experts are not plain SwiGLU (gpt-oss), stay as they are.
 
     transformers 5 stacks a layer's experts in two tensors. PEFT 0.21 then fuses the adapters of
     gate and up, with trainable zeros between them, where it knows the model's type.

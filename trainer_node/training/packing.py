@@ -371,12 +371,13 @@ def _joined(pieces: Sequence[np.ndarray]) -> np.ndarray:
 def _paths(
     places: Sequence[np.ndarray], own_pieces: Sequence[int], pieces: Sequence[int]
 ) -> dict[str, Any]:
-    """`MicroBatch`'s fields of the paths: of sequences that have tokens of their own, and of
-    padding.
+    """The fields of a `MicroBatch` that describe paths: those of sequences that have their own
+    tokens, and those of padding.
 
     Args:
         places: of each sequence's tokens.
-        own_pieces: tokens that are computed of each; `pieces`: those of the padding after them.
+        own_pieces: number of tokens that are computed for each sequence; `pieces`: for each piece
+            of the padding after them.
     """
     paths = [p for p, n in zip(places, own_pieces, strict=True) if n]
     end = sum(own_pieces)

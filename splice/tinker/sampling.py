@@ -347,7 +347,7 @@ class Sampling:
         return sampling_fields(asked, room=longest - tokens)
 
     async def _post(self, body: dict[str, Any]) -> Any:
-        """Ask a replica, and another one while that is not ready.
+        """Ask a replica. If it is not ready, ask another one.
 
         Raises:
             Refused: vLLM refuses the request, or does not serve the version.

@@ -102,8 +102,8 @@ class Dropout:
         return self._drop(x, rows_T, first, name_key)
 
     def experts(self, x: torch.Tensor, *, name_key: int) -> torch.Tensor:
-        """[t, I] of an adapter on grouped linears; the rank's own tokens choose the masks, so that
-        ranks with the same tokens agree."""
+        """Drop from the input [t, I] of an adapter on grouped linears. The rank's own tokens choose
+        the masks, so that ranks with the same tokens agree."""
         rows_T = torch.arange(x.shape[0], device=x.device) + _mix64(self._own_rows()).sum()
         return self._drop(x, rows_T, 0, name_key)
 

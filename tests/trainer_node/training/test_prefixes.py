@@ -176,6 +176,12 @@ def test_a_family_shares_prefixes(family: str, torchrun, tmp_path: Path) -> None
     torchrun(1, "training.sharing", tmp_path, make(family, tmp_path / family), 1, 1, 1)
 
 
+def test_a_layers_own_table_stays_its_packs(torchrun, tmp_path: Path) -> None:
+    """Pipeline stages run another pack forward before one runs its layers again."""
+    model = make("deepseek_v3", tmp_path / "model")
+    torchrun(2, "training.sharing", tmp_path, model, 1, 2, 1)
+
+
 def test_a_family_that_cannot_share_says_so(torchrun, tmp_path: Path) -> None:
     why = "GatedDeltaNet attends in its own way"
     model = make("qwen3_next", tmp_path / "model")

@@ -98,6 +98,29 @@ def test_experts_that_differ_are_not_shared() -> None:
     assert pack.routed_experts_L[:, 1, 0].tolist() == [0] * 5 + [3, 0, 0]
 
 
+def test_ranks_that_gather_tokens_recompute_the_same_layers() -> None:
+    """Their packs have one length, and one load: experts' ranks exchange tokens once more where a
+    layer runs again, so all of them must run it.
+    """
+    group = [[*range(8), 100 + i, 0, 0, 0] for i in range(2)]
+    strangers = [[50 + i] * 9 for i in range(2)]
+    packs = [
+        micro_batches(
+            batch_of(group + strangers),
+            budget=18,
+            dp_rank=rank,
+            dp_size=2,
+            same_length=True,
+            sharing=SHARING,
+        )
+        for rank in range(2)
+    ]
+    assert [len(p) for p in packs] == [1, 1] and packs[0].num_shared == 8
+    assert packs[0].lengths == packs[1].lengths == (18,)
+    assert packs[0].loads == packs[1].loads == (18 + 2,)
+    assert packs[1].rest(0).loads == packs[1].loads and packs[1][0].load == 20
+
+
 TREE = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12)
 
 

@@ -99,7 +99,13 @@ class Scorer:
         most = None
         if self.forced_share is None:  # a probe's tokens are no text
             most = self.longest_trained or budget
-        return passes.cut(self.model, batch, budget=budget, most=most)
+        packs = passes.cut(self.model, batch, budget=budget, most=most)
+        replays = batch.routed_experts_T is not None and self.model.config.parallel.pipeline > 1
+        if replays and packs.num_shared and any(map(self.share_of, packs.loads)):
+            # Layers that run again would replay another pack's routing; `check` has seen that
+            # none does if each sequence is computed.
+            packs = passes.cut(self.model, batch, budget=budget, most=None)
+        return packs
 
     def _run(
         self,

@@ -200,7 +200,7 @@ MUTANTS = [
            "trainer_node/export/wire_export.py", "LocalTensor.members",
            "corner=Corner(self.name, here.first_row, here.first_column)", "corner=Corner(self.name)"),
     Mutant("FP8 scales count only what this rank sends", f"{GATHER}::test_bytes_equal_the_export[moe-ep2]",
-           "trainer_node/export/fp8_steps.py", "Fp8Steps._exchange",
+           "trainer_node/export/fp8_steps.py", "Fp8Steps.exchange",
            "if dist.get_world_size() > 1:", "if dist.get_world_size() > 9:"),
     Mutant("a piece's FP8 rows are counted from its own corner", f"{GATHER}::test_bytes_equal_the_export[moe-tp2ep2]",
            "trainer_node/export/fp8_steps.py", "Weight.slots_of",

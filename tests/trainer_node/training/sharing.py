@@ -112,8 +112,8 @@ def main() -> None:
     assert trainer.model.sharing_obstacle == why
     if why is not None:
         trainer.micro_batch_tokens = 4096
-        (pack,) = trainer._cut(batch)
-        assert pack.paths is None and len(pack.tokens_L) == len(batch.tokens_T)
+        packs = trainer._cut(batch)
+        assert packs.num_shared == 0 and all(pack.paths is None for pack in packs)
         trainer.model.close()
         return
     random_adapters(trainer)

@@ -205,10 +205,12 @@ def test_a_layers_own_table_stays_its_packs(torchrun, tmp_path: Path) -> None:
     torchrun(2, "training.sharing", tmp_path, model, 1, 2, 1)
 
 
-def test_a_family_that_cannot_share_says_so(torchrun, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_family_that_cannot_share_says_so(stages: int, torchrun, tmp_path: Path) -> None:
+    """On every rank, also of a stage whose own layers could."""
     why = "GatedDeltaNet attends in its own way"
     model = make("qwen3_next", tmp_path / "model")
-    torchrun(1, "training.sharing", tmp_path, model, 1, 1, 1, why)
+    torchrun(stages, "training.sharing", tmp_path, model, 1, stages, 1, why)
 
 
 @pytest.mark.gpu1

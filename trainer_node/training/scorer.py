@@ -100,12 +100,19 @@ class Scorer:
         if self.forced_share is None:  # a probe's tokens are no text
             most = self.longest_trained or budget
         packs = passes.cut(self.model, batch, budget=budget, most=most)
-        replays = batch.routed_experts_T is not None and self.model.config.parallel.pipeline > 1
-        if replays and packs.num_shared and any(map(self.share_of, packs.loads)):
-            # Layers that run again would replay another pack's routing; `check` has seen that
-            # none does if each sequence is computed.
+        if packs.num_shared and self._must_not_share(batch, packs):
             packs = passes.cut(self.model, batch, budget=budget, most=None)
         return packs
+
+    def _must_not_share(self, batch: Batch, packs: Packs) -> bool:
+        """Whether packs of one length and load do not fit, of which each by itself would. Or layers
+        would run again in a pipeline that replays routing, where they take another pack's; `check`
+        has seen that none does if each sequence is computed."""
+        parallel = self.model.config.parallel
+        if batch.routed_experts_T is not None and parallel.pipeline > 1:
+            return any(map(self.share_of, packs.loads))
+        fits = max(self.micro_batch_tokens, self.longest_trained or 0, *batch.lengths)
+        return bool(self.memory) and max(packs.loads) >= fits + parallel.tensor  # rounded up to it
 
     def _run(
         self,

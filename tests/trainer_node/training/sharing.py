@@ -14,6 +14,7 @@ import torch
 from tests.trainer_node.tiny import VOCAB
 from tests.trainer_node.training.packing import SPECS, measure, same
 from tests.trainer_node.worker import make_trainer, random_adapters
+from trainer_node.training import passes
 from trainer_node.training.batch import Batch, predicted
 from trainer_node.training.memory_model import MemoryModel, RankMemory
 from trainer_node.training.trainer import Trainer
@@ -84,6 +85,24 @@ def check_every_budget(trainer: Trainer, batch: Batch, apart: dict) -> None:
     )
 
 
+def check_room(trainer: Trainer, batch: Batch) -> None:
+    """Packs of one length: none is longer than what fits, although one has the most tokens and
+    another one the most copies.
+    """
+    too_large = 0
+    for fitting in range(max(batch.lengths), 2 * max(batch.lengths)):
+        line = MemoryModel(fixed_bytes=0.0, bytes_per_token=1.0)
+        room = {"room_bytes": float(fitting), "margin_bytes": 0.0}
+        trainer.memory = (RankMemory(kept=line, recomputed=line, scored=line, **room),)
+        for trainer.micro_batch_tokens in range(4, fitting + 1):
+            budget = trainer.micro_batch_tokens
+            shared = passes.cut(trainer.model, batch, budget=budget, most=fitting)
+            too_large += max(shared.loads) > fitting
+            assert max(trainer._cut(batch).loads) <= fitting
+    assert too_large
+    trainer.memory = ()
+
+
 def check_replay(trainer: Trainer, batch: Batch) -> None:
     """A pipeline that replays routing runs no layer again, because a longest sequence that fits
     must not be bundled until it no longer does.
@@ -124,6 +143,7 @@ def main() -> None:
     trainer.model.sharing_obstacle = None
     check_every_budget(trainer, batch, apart)
     if trainer.model.routers and trainer.model.config.parallel.pipeline > 1:
+        check_room(trainer, batch)
         check_replay(trainer, batch)
     trainer.forward_backward(batch, SPECS[0])
     assert trainer.pending.num_shared == trainer._cut(batch).num_shared

@@ -94,13 +94,14 @@ def check_room(trainer: Trainer, batch: Batch) -> None:
         line = MemoryModel(fixed_bytes=0.0, bytes_per_token=1.0)
         room = {"room_bytes": float(fitting), "margin_bytes": 0.0}
         trainer.memory = (RankMemory(kept=line, recomputed=line, scored=line, **room),)
+        trainer.bundle_tokens = fitting
         for trainer.micro_batch_tokens in range(4, fitting + 1):
             budget = trainer.micro_batch_tokens
             shared = passes.cut(trainer.model, batch, budget=budget, most=fitting)
             too_large += max(shared.loads) > fitting
             assert max(trainer._cut(batch).loads) <= fitting
     assert too_large
-    trainer.memory = ()
+    trainer.memory, trainer.bundle_tokens = (), None
 
 
 def check_replay(trainer: Trainer, batch: Batch) -> None:
@@ -112,12 +113,13 @@ def check_replay(trainer: Trainer, batch: Batch) -> None:
     kept, recomputed = (MemoryModel(fixed_bytes=0.0, bytes_per_token=n) for n in (2.0, 1.0))
     room = {"room_bytes": 2.0 * max(lengths), "margin_bytes": 0.0}
     trainer.memory = (RankMemory(kept=kept, recomputed=recomputed, scored=recomputed, **room),)
+    trainer.bundle_tokens = 2 * max(lengths)
     experts = torch.tensor([0, 1], dtype=torch.int32).repeat(len(batch.tokens_T), 2, 1)
     routed = replace(batch, routed_experts_T=experts)
     trainer.check(routed, SPECS[0])
     assert max(map(trainer.share_of, trainer._cut(batch).loads)) > 0
     assert max(map(trainer.share_of, trainer._cut(routed).loads)) == 0
-    trainer.memory = ()
+    trainer.memory, trainer.bundle_tokens = (), None
     trainer.micro_batch_tokens = 4096
     assert trainer._cut(routed).num_shared > 0
 

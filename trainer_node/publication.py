@@ -271,6 +271,9 @@ class Publication:
         with self._lockstep.agree():
             self._check_ready(request)
             export.start(limit=deadline + OUT_OF_STEP_S)
+        if isinstance(export, Fp8Steps):
+            with self._lockstep.agree():
+                export.exchange()
         request.progress("sending", version=message.version)
         if request.link is None and chunks.steps is None:
             with self._lockstep.agree():

@@ -88,10 +88,11 @@ def trainer_bytes(linears: Sequence[Linear], trainer: TrainerConfig) -> tuple[fl
         share = linear.count / (ranks * parallel.pipeline)
         size = linear.rows * linear.columns * share
         weights += size * each
+        spread = ranks * parallel.pipeline / parallel.world_size  # over data-parallel ranks
         if not is_lora:
-            trained += size * (16 if each == 2 else 12)
+            trained += size * (4 + (12 if each == 2 else 8) * spread)
         elif linear.name in targets or (ALL_LINEAR in targets and linear.name.endswith("_proj")):
-            trained += trainer.lora.rank * (linear.rows + linear.columns) * share * 16
+            trained += trainer.lora.rank * (linear.rows + linear.columns) * share * (8 + 8 * spread)
     return weights, trained
 
 

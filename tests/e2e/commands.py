@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -44,3 +45,10 @@ def processes_of(folder: Path) -> list[psutil.Process]:
         for process in psutil.process_iter(["cmdline"])
         if any(str(folder) in part for part in process.info["cmdline"] or ())
     ]
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 
 from splice import SpliceClient, TrainMerged, batch_specs
 from tests.e2e.batches import PROMPT, as_batch
-from tests.e2e.commands import processes_of, splice
+from tests.e2e.commands import free_port, processes_of, splice
 from tests.e2e.conftest import INFERENCE_PYTHON, ROOT
 
 pytestmark = pytest.mark.timeout(1800)
@@ -155,9 +154,3 @@ def train(run_dir: Path, *, version: int) -> None:
 def served(url: str) -> set[str]:
     answer = httpx.get(f"{url}/models", timeout=30, trust_env=False)
     return {model["id"] for model in answer.json()["data"]}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

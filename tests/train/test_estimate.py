@@ -79,6 +79,13 @@ def test_ranks_share_the_model(tmp_path: Path) -> None:
     whole = trainer(tmp_path, finetuning_type="full")
     weights, trained = estimate.trainer_bytes(of(QWEN3_8B), whole)
     assert trained == 8 * weights, "fp32 gradients, masters and two moments, 2 bytes of weight"
+    for model in (QWEN3_8B, QWEN3_30B_A3B):
+        weights, _ = estimate.trainer_bytes(of(model), whole)
+        several = whole.model_copy(update={"parallel": ParallelConfig(world_size=4)})
+        assert estimate.trainer_bytes(of(model), several) == (
+            weights,
+            (4 + 12 / 4) / 2 * weights,
+        ), "masters and moments are spread over data-parallel ranks"
 
 
 @pytest.mark.parametrize(

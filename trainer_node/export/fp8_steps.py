@@ -2,12 +2,13 @@
 
     Fp8Steps(export, ...)    has the methods of `WireExport`
         .prepare()           ahead of a send: the largest magnitudes of what this rank sends
-        .start(limit=...)    on every rank: the largest of all ranks, hence the scales
+        .start(limit=...)    the same before a send, if it was not prepared
+        .exchange()          on every rank: the largest of all ranks, hence the scales
         .fill(step, out_B)   merges the step's pieces into a bf16 scratch and quantises each
 
 A scale needs the largest magnitude of a whole group, row or block. Its elements may be on several
-ranks, or travel in several steps. All ranks know all scales after `start`, so any rank may send
-one. The bytes are those of `Fp8Export`.
+ranks, or travel in several steps. All ranks know all scales after `exchange`, so any rank may
+send one. The bytes are those of `Fp8Export`.
 
 Axes: B = bytes, K = scales in a step, N = groups, rows or pieces of a run, S = slots: one for each
 group (per_tensor), row (per_channel) or block (per_block) of the manifest.
@@ -263,7 +264,7 @@ class Fp8Steps:
         self._factors_S = torch.zeros(scales.total, device=device)
         self._measured_for: Rounding | None = None
         self._scratch_B = torch.empty(0, dtype=torch.uint8, device=device)
-        self._exchange()  # NCCL connects in a group's first operation
+        self.exchange()  # NCCL connects in a group's first operation
 
     @property
     def num_chunks(self) -> int:
@@ -307,11 +308,11 @@ class Fp8Steps:
         """See `WireExport.start`."""
         self._export.start(limit=limit)
         self.prepare()
-        self._exchange()
 
     @torch.no_grad()
-    def _exchange(self) -> None:
-        """Make the scales of the largest magnitudes of all ranks.
+    def exchange(self) -> None:
+        """Make the scales of the largest magnitudes of all ranks. A collective, for which every
+        rank has started.
 
         Raises:
             OutOfStep: a rank did not take part.

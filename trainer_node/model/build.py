@@ -118,7 +118,7 @@ def build(config: TrainerConfig, hf_config: Any) -> Model:
         experts=experts,
         num_parameters=num_parameters,
         fallbacks=_fallbacks(config, provider, device, modules[0], adapters),
-        sharing_obstacle=_sharing_obstacle(config, provider, modules[0]),
+        sharing_obstacle=_sharing_obstacle(config, provider, modules[0], control_group),
     )
 
 
@@ -285,12 +285,16 @@ def _conversion_tasks(
 # ---------------------------------------------------------------- what runs slower than it could
 
 
-def _sharing_obstacle(config: TrainerConfig, provider: Any, module: Any) -> str | None:
-    """Why prefixes are computed for each sequence. None: the model's layers can share them."""
-    why = paths.obstacle(module, provider, config)
-    if why is None:
+def _sharing_obstacle(
+    config: TrainerConfig, provider: Any, module: Any, control_group: Any
+) -> str | None:
+    """Why prefixes are computed for each sequence. None: the layers of every pipeline stage can
+    share them. A collective."""
+    own = paths.obstacle(module, provider, config)
+    if own is None:
         paths.follow(module)
-    else:
+    why = next(filter(None, objects.all_gather(own, group=control_group)), None)
+    if why is not None:
         log.info("prefixes are computed for each sequence: %s", why)
     return why
 

@@ -38,6 +38,8 @@ class Paths:
     """(place, count) of the keys, one after the other."""
     packed: PackedSeqParams
     """Bounds of the queries, and of the keys along the paths."""
+    positions_L: torch.Tensor | None = None
+    """Of the pack's tokens, for layers that have a rotary table each."""
 
 
 def obstacle(module: Any, provider: Any, config: TrainerConfig) -> str | None:
@@ -68,28 +70,44 @@ def obstacle(module: Any, provider: Any, config: TrainerConfig) -> str | None:
 
 def follow(module: Any) -> None:
     """Hook on the rotary tables and the attention of every layer, once."""
-    # Multi-latent attention has a table in each layer, other models have one.
-    tables = [getattr(part, "rotary_pos_emb", None) for part in module.modules()]
-    for table in set(filter(None, tables)):
-        table.register_forward_hook(partial(_at_positions, module))
+    _hook_table(module)
     for layer in module.decoder.layers:
-        core = layer.self_attention.core_attention
-        core.register_forward_pre_hook(_along_paths, with_kwargs=True)
+        attention = layer.self_attention
+        attention.core_attention.register_forward_pre_hook(_along_paths, with_kwargs=True)
+        if _hook_table(attention):  # multi-latent attention has a table in each layer
+            attention.register_forward_pre_hook(_use_own, with_kwargs=True)
 
 
-def use(module: Any, positions_L: torch.Tensor | None) -> None:
+def use(owner: Any, positions_L: torch.Tensor | None) -> None:
     """Give the tokens of the next pass these positions. None: they restart where a sequence
-    begins."""
-    module.positions_L = positions_L
+    begins.
+
+    Args:
+        owner: the model or layer that has the table.
+    """
+    owner.positions_L = positions_L
 
 
-def _at_positions(module: Any, _rotary: Any, _args: Any, table: Any) -> Any:
+def _hook_table(owner: Any) -> bool:
+    table = getattr(owner, "rotary_pos_emb", None)
+    if table is not None:
+        table.register_forward_hook(partial(_at_positions, owner))
+    return table is not None
+
+
+def _use_own(attention: Any, _args: Any, kwargs: Any) -> None:
+    """Also where a backward pass runs the layer again, after the forward pass of another pack."""
+    own = getattr(kwargs["packed_seq_params"], "paths", None)
+    use(attention, None if own is None else own.positions_L)
+
+
+def _at_positions(owner: Any, _rotary: Any, _args: Any, table: Any) -> Any:
     """Megatron takes a table as long as the pack to be the tokens' own."""
-    positions_L = getattr(module, "positions_L", None)
+    positions_L = getattr(owner, "positions_L", None)
     if positions_L is None:
         return table
     if isinstance(table, tuple):  # YaRN's has its scale next to it
-        return (_at_positions(module, _rotary, _args, table[0]), *table[1:])
+        return (_at_positions(owner, _rotary, _args, table[0]), *table[1:])
     # Gemma 3 has two tables in one, for its two kinds of layers.
     return table.index_select(table.dim() - 4, positions_L)
 

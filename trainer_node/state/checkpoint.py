@@ -376,6 +376,7 @@ def _meta(trainer: Trainer, version: int) -> dict[str, Any]:
         "save": objects.broadcast(uuid.uuid4().hex, group=model.control_group),
         "parallel": model.config.parallel.model_dump(mode="json"),
         "micro_batch_tokens": trainer.micro_batch_tokens,
+        "bundle_tokens": trainer.bundle_tokens,
         "rounding": asdict(model.rounding),
         "base": base_of_adapters(model),
         "optimizer_steps": trainer.optimizer.num_steps(model.control_group),

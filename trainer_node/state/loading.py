@@ -182,7 +182,7 @@ def load(
         else:
             rng.seed(model.config.seed + counters["steps"], model.device)
         if same_place:
-            pack_size.remember(trainer, meta.get("micro_batch_tokens"))
+            pack_size.remember(trainer, meta)
         trainer.num_steps, trainer.num_skipped_steps = counters["steps"], counters["skipped_steps"]
         trainer.steps_since_sent = 0
         model.adapters.rounding = rounding_of(trainer, meta)

@@ -111,10 +111,18 @@ class RankMemory:
         return max(kept, min(FILLING_TOKENS, recomputed))
 
     @property
+    def bundle_tokens(self) -> int:
+        """Load of a bundle of long sequences that fits, in its own pack."""
+        return self._longest(self.room_bytes)
+
+    @property
     def longest_trained(self) -> int:
         """Tokens of the longest sequence that fits, in its own pack."""
+        return self._longest(self.room_bytes + self.margin_bytes)
+
+    def _longest(self, room_bytes: float) -> int:
         models = [model for model in (self.kept, self.recomputed) if model is not None]
-        return max(longest(m, room_bytes=self.room_bytes + self.margin_bytes) for m in models)
+        return max(longest(model, room_bytes=room_bytes) for model in models)
 
     @property
     def longest_scored(self) -> int:

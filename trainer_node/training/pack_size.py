@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,7 @@ SHARES = {"none": (0.0,), "selective": (0.0,), "full": (1.0,), "auto": (0.0, 1.0
 
 def tokens_for(trainer: Trainer) -> int:
     """Return the pack size: the config's, or the measured one. A measurement also sets the
-    trainer's `memory`. A collective.
+    trainer's `memory` and `bundle_tokens`. A collective.
 
     Raises:
         ConfigError: nothing fits. Says how much memory is missing.
@@ -65,20 +66,25 @@ def tokens_for(trainer: Trainer) -> int:
         config.recompute,
     ):
         trainer.memory = _measured(trainer)
+        trainer.bundle_tokens = min(rank.bundle_tokens for rank in trainer.memory)
         if config.micro_batch_tokens == "auto":
             return min(rank.pack_tokens for rank in trainer.memory)
     wanted = config.micro_batch_tokens
     return trainer.micro_batch_tokens if wanted == "auto" else wanted
 
 
-def remember(trainer: Trainer, saved: int | None) -> None:
-    """Take a checkpoint's pack size if the config sets none and the measured one is close.
+def remember(trainer: Trainer, meta: Mapping[str, Any]) -> None:
+    """Take a checkpoint's sizes where the config sets none and the measured ones are close.
 
     Other packs add up in another order, so a resumed step would have other bits.
     """
-    is_open = trainer.model.config.micro_batch_tokens == "auto"
-    if saved and is_open and abs(saved - trainer.micro_batch_tokens) <= CHANCE * saved:
-        trainer.micro_batch_tokens = saved
+    names = ["bundle_tokens"]
+    if trainer.model.config.micro_batch_tokens == "auto":
+        names.append("micro_batch_tokens")
+    for name in names:
+        saved, own = meta.get(name), getattr(trainer, name)
+        if saved and own and abs(saved - own) <= CHANCE * saved:
+            setattr(trainer, name, saved)
 
 
 def _measured(trainer: Trainer) -> tuple[RankMemory, ...]:

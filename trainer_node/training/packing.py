@@ -90,7 +90,8 @@ class MicroBatch:
     """int32: where each sequence's tokens begin among those."""
     max_path: int = 0
     load: int = 0
-    """Tokens of the whole pack, with what copies of shared keys and values take of the memory."""
+    """Tokens of the whole pack, with what copies of shared keys and values take of the memory. One
+    for all packs that have one L: ranks that gather tokens must recompute the same layers."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -196,6 +197,7 @@ class Packs(Sequence[MicroBatch]):
         batch: Batch,
         bundles: Sequence[tuple[Bundle, ...]],
         lengths: Sequence[int],
+        loads: Sequence[int],
         *,
         sequence_tokens: Sequence[int],
         context: tuple[int, int],
@@ -206,8 +208,7 @@ class Packs(Sequence[MicroBatch]):
         self._sequence_tokens, self._context = sequence_tokens, context
         self.lengths = tuple(lengths)
         """Tokens of each over all its context-parallel ranks, padding included."""
-        copies = [sum(b.load - b.tokens for b in pack) for pack in bundles]
-        self.loads = tuple(n + more for n, more in zip(lengths, copies, strict=True))
+        self.loads = tuple(loads)
         """The same, as `MicroBatch.load`."""
         self.num_shared = num_shared
         """Tokens of the whole batch, on all ranks, that are not computed, because another sequence
@@ -223,6 +224,7 @@ class Packs(Sequence[MicroBatch]):
             self._batch,
             self._bundles[first:last],
             self.lengths[first:last],
+            self.loads[first:last],
             sequence_tokens=self._sequence_tokens,
             context=self._context,
             num_shared=self.num_shared,
@@ -283,10 +285,14 @@ def micro_batches(
     padded = [most if same_length else max(fill, 1) for fill in fills[dp_rank]]
     step = chunks * multiple
     tokens = [-(-n // step) * step for n in padded]
+    copies = [[sum(items[i].load - items[i].tokens for i in p) for p in packs] for packs in ranks]
+    copied = max(max(c) for c in copies)
+    own = [copied] * len(tokens) if same_length else copies[dp_rank]
     return Packs(
         batch,
         [tuple(items[i] for i in p) for p in ranks[dp_rank]],
         tokens,
+        [n + more for n, more in zip(tokens, own, strict=True)],
         sequence_tokens=lengths,
         context=(context_rank, context_size),
         num_shared=sum(lengths) - sum(item.tokens for item in items),

@@ -136,7 +136,9 @@ def _packed(model: Model, micro: MicroBatch, first_row: int) -> PackedSeqParams:
         # To all but attention the pack is one sequence, whose rotary table `model.paths` makes.
         whole = micro.cu_seqlens[:: len(micro.cu_seqlens) - 1].contiguous()
         packed = _bounds(whole, micro.max_path, whole, micro.max_path)
-        packed.paths = paths.Paths(runs=micro.paths, packed=along)  # type: ignore[attr-defined]
+        packed.paths = paths.Paths(  # type: ignore[attr-defined]
+            runs=micro.paths, packed=along, positions_L=micro.positions_L
+        )
     # Travels with what the layers get, and so reaches a recomputed one as well.
     packed.rows_L = micro.rows_L + first_row  # type: ignore[attr-defined]
     return packed

@@ -32,6 +32,9 @@ class Scorer:
         """Largest number of tokens in a pack; `pack_size` sets it."""
         self.memory: tuple[RankMemory, ...] = ()
         """What fits on each rank; `pack_size` sets it. Empty: not measured, as on a CPU."""
+        self.bundle_tokens: int | None = None
+        """Largest load of a bundle of sequences longer than a pack; `pack_size` sets it. None: not
+        measured."""
         self.forced_share: float | None = None
         """Share of the layers that every pack recomputes, whatever fits. None: by what fits."""
 
@@ -98,8 +101,24 @@ class Scorer:
         budget = self.micro_batch_tokens
         most = None
         if self.forced_share is None:  # a probe's tokens are not text
-            most = self.longest_trained or budget
-        return passes.cut(self.model, batch, budget=budget, most=most)
+            most = self.bundle_tokens or budget
+        packs = passes.cut(self.model, batch, budget=budget, most=most)
+        if packs.num_shared and self._must_not_share(batch, packs):
+            packs = passes.cut(self.model, batch, budget=budget, most=None)
+        return packs
+
+    def _must_not_share(self, batch: Batch, packs: Packs) -> bool:
+        """Whether the batch must be cut without sharing prefixes.
+
+        Packs that share prefixes have equal length and load, and may not fit although each would by
+        itself. In a pipeline that replays routing, layers that run again would take another pack's
+        experts. `check` has ruled both out for packs that compute each sequence.
+        """
+        parallel = self.model.config.parallel
+        if batch.routed_experts_T is not None and parallel.pipeline > 1:
+            return any(map(self.share_of, packs.loads))
+        fits = max(self.micro_batch_tokens, self.bundle_tokens or 0, *batch.lengths)
+        return bool(self.memory) and max(packs.loads) >= fits + parallel.tensor  # rounded up to it
 
     def _run(
         self,

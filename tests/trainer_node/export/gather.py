@@ -206,6 +206,7 @@ def check_fp8_steps(
             each = [fp8.per_block_by_torch(value[None]) for value in values]
         for name, (weight, scale) in zip(names, each, strict=True):
             expected[name], expected[fp8_scale(name, kind)] = weight.contiguous(), scale
+    check_no_send(quantised, Lockstep(model.control_group))
     check_steps(model, quantised, sent.tensors, keeps, expected)
     for p in model.modules[0].parameters():
         p.data.mul_(2.0)
@@ -214,9 +215,25 @@ def check_fp8_steps(
     quantised.prepare()
     before = quantised._scales_S.clone()
     quantised.start(limit=time.monotonic() + LIMIT_S)
+    quantised.exchange()
     assert not torch.equal(quantised._scales_S, before), "scales of old weights"
     for p in model.modules[0].parameters():
         p.data.mul_(0.5)
+
+
+def check_no_send(export: fp8_steps.Fp8Steps, lockstep: Lockstep) -> None:
+    """Rank 0 is not ready: the other ranks, which have started, wait for nobody."""
+
+    def start() -> None:
+        with lockstep.agree():
+            if is_root():
+                raise NotReady("aborted before the send")
+            export.start(limit=time.monotonic() + LIMIT_S)
+
+    began = time.monotonic()
+    with pytest.raises(SpliceError):
+        start()
+    assert time.monotonic() - began < LIMIT_S / 2
 
 
 def check_steps(
@@ -230,6 +247,8 @@ def check_steps(
     assert export.steps is not None
     assert len(export.steps) > 2
     export.start(limit=time.monotonic() + LIMIT_S)
+    if isinstance(export, fp8_steps.Fp8Steps):
+        export.exchange()
     filled = []
     for k, step in enumerate(export.steps):
         whole_B = torch.full((step.nbytes + 128,), BROKEN, dtype=torch.uint8, device=device())

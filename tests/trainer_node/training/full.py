@@ -44,6 +44,7 @@ from weight_transfer.digest import tensor_digest
 LOSS = LossSpec(name="grpo")
 OPTIM = OptimParams(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5, eps=1e-4)
 """`eps` as in `parity.OPTIM`."""
+BUNDLE = 1000
 
 
 def exported(exporter: Exporter) -> dict[str, torch.Tensor]:
@@ -213,6 +214,11 @@ def remembers_its_packs(trainer: Trainer, folder: Path) -> None:
         loading.load(trainer, folder)
         assert trainer.micro_batch_tokens == taken
     trainer.model, trainer.micro_batch_tokens = model, saved
+    for bundle, taken in ((BUNDLE * 1.03, BUNDLE), (BUNDLE * 2, BUNDLE * 2)):
+        trainer.bundle_tokens = bundle
+        loading.load(trainer, folder)
+        assert trainer.bundle_tokens == taken
+    trainer.bundle_tokens = None
 
 
 def main() -> None:
@@ -228,6 +234,7 @@ def main() -> None:
         steps.append(trainer.train_step(batch, LOSS, OPTIM))
         exports.append(exported(exporter))
         if n == 1:
+            trainer.bundle_tokens = BUNDLE
             checkpoint.save(trainer, out / "one_step", version=1, client_state={"row": 7})
             noise = torch.rand(3)
     check_sharded_equals_whole(trainer)

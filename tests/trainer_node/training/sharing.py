@@ -14,7 +14,9 @@ import torch
 from tests.trainer_node.tiny import VOCAB
 from tests.trainer_node.training.packing import SPECS, measure, same
 from tests.trainer_node.worker import make_trainer, random_adapters
+from trainer_node.training import passes
 from trainer_node.training.batch import Batch, predicted
+from trainer_node.training.memory_model import MemoryModel, RankMemory
 from trainer_node.training.trainer import Trainer
 
 
@@ -83,6 +85,45 @@ def check_every_budget(trainer: Trainer, batch: Batch, apart: dict) -> None:
     )
 
 
+def check_room(trainer: Trainer, batch: Batch) -> None:
+    """Packs of one length: none is longer than what fits, although one has the most tokens and
+    another one the most copies.
+    """
+    too_large = 0
+    for fitting in range(max(batch.lengths), 2 * max(batch.lengths)):
+        line = MemoryModel(fixed_bytes=0.0, bytes_per_token=1.0)
+        room = {"room_bytes": float(fitting), "margin_bytes": 0.0}
+        trainer.memory = (RankMemory(kept=line, recomputed=line, scored=line, **room),)
+        trainer.bundle_tokens = fitting
+        for trainer.micro_batch_tokens in range(4, fitting + 1):
+            budget = trainer.micro_batch_tokens
+            shared = passes.cut(trainer.model, batch, budget=budget, most=fitting)
+            too_large += max(shared.loads) > fitting
+            assert max(trainer._cut(batch).loads) <= fitting
+    assert too_large
+    trainer.memory, trainer.bundle_tokens = (), None
+
+
+def check_replay(trainer: Trainer, batch: Batch) -> None:
+    """A pipeline that replays routing runs no layer again, because a longest sequence that fits
+    must not be bundled until it no longer does.
+    """
+    lengths = batch.lengths
+    trainer.micro_batch_tokens = max(lengths) - 5
+    kept, recomputed = (MemoryModel(fixed_bytes=0.0, bytes_per_token=n) for n in (2.0, 1.0))
+    room = {"room_bytes": 2.0 * max(lengths), "margin_bytes": 0.0}
+    trainer.memory = (RankMemory(kept=kept, recomputed=recomputed, scored=recomputed, **room),)
+    trainer.bundle_tokens = 2 * max(lengths)
+    experts = torch.tensor([0, 1], dtype=torch.int32).repeat(len(batch.tokens_T), 2, 1)
+    routed = replace(batch, routed_experts_T=experts)
+    trainer.check(routed, SPECS[0])
+    assert max(map(trainer.share_of, trainer._cut(batch).loads)) > 0
+    assert max(map(trainer.share_of, trainer._cut(routed).loads)) == 0
+    trainer.memory, trainer.bundle_tokens = (), None
+    trainer.micro_batch_tokens = 4096
+    assert trainer._cut(routed).num_shared > 0
+
+
 def main() -> None:
     """See the module's docstring."""
     model = Path(sys.argv[2])
@@ -92,8 +133,8 @@ def main() -> None:
     assert trainer.model.sharing_obstacle == why
     if why is not None:
         trainer.micro_batch_tokens = 4096
-        (pack,) = trainer._cut(batch)
-        assert pack.paths is None and len(pack.tokens_L) == len(batch.tokens_T)
+        packs = trainer._cut(batch)
+        assert packs.num_shared == 0 and all(pack.paths is None for pack in packs)
         trainer.model.close()
         return
     random_adapters(trainer)
@@ -103,6 +144,9 @@ def main() -> None:
     apart = measure(trainer, batch)
     trainer.model.sharing_obstacle = None
     check_every_budget(trainer, batch, apart)
+    if trainer.model.routers and trainer.model.config.parallel.pipeline > 1:
+        check_room(trainer, batch)
+        check_replay(trainer, batch)
     trainer.forward_backward(batch, SPECS[0])
     assert trainer.pending.num_shared == trainer._cut(batch).num_shared
     trainer.model.close()

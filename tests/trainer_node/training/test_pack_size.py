@@ -86,6 +86,7 @@ def test_a_pack_recomputes_as_few_layers_as_it_needs() -> None:
     assert found.share(114_000) == found.share(200_000) == 1.0
     assert found.pack_tokens == 23_040, "what fits without recomputation"
     assert found.longest_trained == 124_000, "(65 - 3) / 0.5"
+    assert found.bundle_tokens == 114_000, "several sequences leave the margin"
     assert found.longest_scored == 640_000
 
 

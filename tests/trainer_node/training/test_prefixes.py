@@ -98,6 +98,29 @@ def test_experts_that_differ_are_not_shared() -> None:
     assert pack.routed_experts_L[:, 1, 0].tolist() == [0] * 5 + [3, 0, 0]
 
 
+def test_ranks_that_gather_tokens_recompute_the_same_layers() -> None:
+    """Their packs have one length, and one load: experts' ranks exchange tokens once more where a
+    layer runs again, so all of them must run it.
+    """
+    group = [[*range(8), 100 + i, 0, 0, 0] for i in range(2)]
+    strangers = [[50 + i] * 9 for i in range(2)]
+    packs = [
+        micro_batches(
+            batch_of(group + strangers),
+            budget=18,
+            dp_rank=rank,
+            dp_size=2,
+            same_length=True,
+            sharing=SHARING,
+        )
+        for rank in range(2)
+    ]
+    assert [len(p) for p in packs] == [1, 1] and packs[0].num_shared == 8
+    assert packs[0].lengths == packs[1].lengths == (18,)
+    assert packs[0].loads == packs[1].loads == (18 + 2,)
+    assert packs[1].rest(0).loads == packs[1].loads and packs[1][0].load == 20
+
+
 TREE = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12)
 
 
@@ -176,10 +199,18 @@ def test_a_family_shares_prefixes(family: str, torchrun, tmp_path: Path) -> None
     torchrun(1, "training.sharing", tmp_path, make(family, tmp_path / family), 1, 1, 1)
 
 
-def test_a_family_that_cannot_share_says_so(torchrun, tmp_path: Path) -> None:
+def test_a_layers_own_table_stays_its_packs(torchrun, tmp_path: Path) -> None:
+    """Pipeline stages run another pack forward before one runs its layers again."""
+    model = make("deepseek_v3", tmp_path / "model")
+    torchrun(2, "training.sharing", tmp_path, model, 1, 2, 1)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_family_that_cannot_share_says_so(stages: int, torchrun, tmp_path: Path) -> None:
+    """On every rank, also of a stage whose own layers could."""
     why = "GatedDeltaNet attends in its own way"
     model = make("qwen3_next", tmp_path / "model")
-    torchrun(1, "training.sharing", tmp_path, model, 1, 1, 1, why)
+    torchrun(stages, "training.sharing", tmp_path, model, 1, stages, 1, why)
 
 
 @pytest.mark.gpu1

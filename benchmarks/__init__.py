@@ -1,1 +1,1 @@
-"""One harness, one JSON format, baselines beside it."""
+"""One harness, one JSON format, baselines next to it."""

@@ -1,5 +1,5 @@
 """A training job's arrival: seconds from the last byte at the trainer to the moment when its first
-micro-batch lies on the device.
+micro-batch is on the device.
 
 512 sequences of 1,024 to 3,072 tokens (2,048 in the mean), 16,384 tokens in a pack. Ours: frames
 decoded, sent on to nobody (one rank), the batch checked, packed, the first pack laid out and

@@ -84,7 +84,7 @@ class Topology:
         """The trainer's `parallel`.
 
         Raises:
-            ConfigError: the name is none of a topology.
+            ConfigError: the name is not a topology's.
         """
         size, count = self._sides()[0]
         keys = {"tp": "tensor", "ep": "expert", "cp": "context", "dp": "world_size", "": "tensor"}
@@ -158,7 +158,7 @@ def is_eager(device: str) -> bool:
 
 def kv_cache_bytes() -> int | None:
     """Size of each server's KV cache on a GPU, from SPLICE_BENCH_KV_GB. None: vLLM takes what is
-    free, so one server alone is on the GPU.
+    free, so only one server is on the GPU.
     """
     given = os.environ.get("SPLICE_BENCH_KV_GB")
     return int(float(given) * 2**30) if given else None

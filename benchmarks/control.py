@@ -6,7 +6,7 @@ Orchestrator (`splice serve`), node and client are three processes, as in a run.
 journal in the same folder, after a pause as long as the one between a job's commits (back to back
 they take less: disk and core are awake). A job makes two, one before it is acknowledged and one
 before its outcome is sent.
-Both are of a run that has been going on for a while: a new journal's log first grows, and a commit
+Both are of a run that has been running for a while: a new journal's log first grows, and a commit
 that makes a file longer takes twice as long.
 
 The peer hands the same empty job over in a directory that the worker looks into once a second, as

@@ -46,7 +46,7 @@ Curve = dict[str, list[float]]
 
 
 def run(*, device: str, small: bool) -> list[Case]:
-    """Rewards of the last jobs and over all of them, KL and largest log-prob gap, each beside the
+    """Rewards of the last jobs and over all of them, KL and largest log-prob gap, each next to the
     control's.
     """
     if device != "cpu":

@@ -1,5 +1,5 @@
 """The control of `benchmarks.convergence`: warm start and RL in one process, by transformers, PEFT
-and torch.optim alone.
+and torch.optim only.
 
     python -m benchmarks.convergence_control warm-start --model DIR --out DIR
     python -m benchmarks.convergence_control run --model DIR --seed N --jobs N --out FILE.json

@@ -101,7 +101,7 @@ class _Model:
     def add(
         self, name: str, shape: tuple[int, ...], ranks: tuple[int, ...], *, axis: int, expert: int
     ) -> None:
-        """A tensor that lies on `ranks` (expert parallel ones whole, others cut over `tensor`), and
+        """A tensor that is on `ranks` (expert parallel ones whole, others cut over `tensor`), and
         that tensor parallel workers cut along an axis (2: not at all)."""
         plan, index, dtype = self.plan, len(self.specs), SHAPES[self.plan.shape].dtype
         self.specs.append(TensorSpec(name=name, dtype=dtype, shape=shape))

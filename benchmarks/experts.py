@@ -113,7 +113,7 @@ def run(*, device: str, small: bool) -> list[Case]:
 
 
 def _products(layer: Layer) -> tuple[torch.Tensor, ...]:
-    """The grouped products of `_ExpertMlp` without adapters; the gate's half goes on."""
+    """The grouped products of `_ExpertMlp` without adapters; the gate's half continues."""
     ends_E, inner = layer.rows.ends_E, layer.fc2_EHF.shape[2]
     with torch.no_grad():
         y_N2F = grouped_matmul(layer.x_NH, layer.fc1_E2FH.transpose(1, 2), ends_E)

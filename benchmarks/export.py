@@ -9,9 +9,9 @@ model, in the same run.
 Both have adapters of random values on every linear. The peer exports the model *without* adapters,
 which is less work: Bridge's `stream_weights_megatron_to_hf`, which `export_hf_weights` is made of,
 every tensor copied into a buffer; its conversion tasks once kept from before (`Bridge, tasks
-kept`), once made anew each time (`Bridge`). What the plan writes is compared with `Exporter`'s
+kept`), once made again each time (`Bridge`). What the plan writes is compared with `Exporter`'s
 bytes first. `peak_bytes`, on CUDA only, is memory beyond the model during a pass, the two buffers
-included. Each shape has a process of its own. Axes: B = bytes.
+included. Each shape has its own process. Axes: B = bytes.
 """
 
 from __future__ import annotations

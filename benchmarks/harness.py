@@ -4,7 +4,7 @@
                                                             "samples", "peer", "peer_value",
                                                             "peer_samples", "settings"}]}
 
-`value` is the median of `samples`; `peer` names what was measured beside it in the same run. A
+`value` is the median of `samples`; `peer` names what was measured next to it in the same run. A
 ratio is value / peer_value, so below 1 is better for times and bytes held, above 1 for rates. A
 case is known by its name and metric: `30b-a3b/lora-all/1to1`, `pause_to_resume_s`.
 """

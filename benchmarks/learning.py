@@ -1,5 +1,5 @@
 """A pretrained model learns a task of many tokens: the asynchronous loop, the strict one, full
-parameters and FP8 rollouts, each beside a control in one process (`benchmarks.learning_control`).
+parameters and FP8 rollouts, each next to a control in one process (`benchmarks.learning_control`).
 
     accuracy        on held-out problems, greedy, after the last step
     reward_last_20  mean reward of the samples of the last 20 steps
@@ -252,7 +252,7 @@ def _cluster_config(arm: Arm, run: Run) -> RunFile:
 
 
 def run(*, device: str, small: bool) -> list[Case]:
-    """The runs of SPLICE_BENCH_RUNS, each in a process of its own."""
+    """The runs of SPLICE_BENCH_RUNS, each in its own process."""
     wanted = os.environ.get("SPLICE_BENCH_RUNS", DEFAULT_RUNS)
     with TemporaryDirectory(prefix="splice-bench-") as name:
         folder = Path(name)

@@ -1,5 +1,5 @@
 """The control of `benchmarks.learning`: one process that samples from the weights it trains, by
-transformers, PEFT and torch.optim alone.
+transformers, PEFT and torch.optim only.
 
 Nothing of splice's is used but the task and the group-relative advantages.
 """

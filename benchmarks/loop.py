@@ -1,4 +1,4 @@
-"""The asynchronous loop (`splice.rl`, max_staleness = 1) beside the strict one (0): whole RL steps
+"""The asynchronous loop (`splice.rl`, max_staleness = 1) next to the strict one (0): whole RL steps
 on one cluster, rollouts from the served alias, training and publication.
 
     tokens_per_s    prompt and answer tokens of trained steps over wall-clock
@@ -14,16 +14,16 @@ tiny else), each as SHAPE or SHAPE/LORA (`30b-a3b/lora-attn`, whose trainer fits
 has SPLICE_BENCH_PROMPTS prompts (24; 8 on a CPU), each with 4 answers of SPLICE_BENCH_ANSWER_TOKENS
 (512; 32 on a CPU) tokens. Answers have a fixed length, so no step waits for a long one.
 
-The two sides' work should balance. vLLM decodes many short answers in less time than few long
-ones, and the trainer's time grows with all tokens: a fast trainer wants many prompts and short
-answers. Longer prompts cost the trainer more than vLLM, which computes a prompt once for all its
-answers: on a GPU, a few strict steps with prompts of three lengths come first, and the length is
-chosen from their times. One side or the other waits for a save, so steps should be long beside it.
-SPLICE_BENCH_PROMPT_TOKENS sets it: as many random token ids, or 0 for a short sentence.
-Steps from SPLICE_BENCH_SAMPLES (7).
-SPLICE_BENCH_QUANTIZATION is vLLM's `--quantization`, and SPLICE_BENCH_VLLM_ARGS further options, as
-of all benchmarks that start a cluster. SPLICE_BENCH_PAUSE_MODE is the run's: `keep`
-(default) computes the KV cache of running answers anew after each publication, `keep_kv` keeps it.
+The two sides' work should balance. vLLM decodes many short answers in less time than few long ones,
+and the trainer's time grows with all tokens: a fast trainer wants many prompts and short answers.
+Longer prompts cost the trainer more than vLLM, which computes a prompt once for all its answers: on
+a GPU, a few strict steps with prompts of three lengths come first, and the length is chosen from
+their times. One side or the other waits for a save, so steps should be long compared with it.
+SPLICE_BENCH_PROMPT_TOKENS sets it: as many random token ids, or 0 for a short sentence. Steps from
+SPLICE_BENCH_SAMPLES (7). SPLICE_BENCH_QUANTIZATION is vLLM's `--quantization`, and
+SPLICE_BENCH_VLLM_ARGS further options, as of all benchmarks that start a cluster.
+SPLICE_BENCH_PAUSE_MODE is the run's: `keep` (default) computes the KV cache of running answers
+again after each publication, `keep_kv` keeps it.
 """
 
 from __future__ import annotations

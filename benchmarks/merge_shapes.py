@@ -1,4 +1,4 @@
-"""`merge` for whole models: the merge in bf16, in FP8, and a send beside a stand-in for the wire.
+"""`merge` for whole models: the merge in bf16, in FP8, and a send next to a stand-in for the wire.
 
 A model's layers in vLLM's order, cut into chunks as a server asks for them; adapters of rank 16 on
 all projections. `DISTINCT` layers take turns, more than any cache holds. Cases, for each shape:
@@ -7,7 +7,7 @@ all projections. `DISTINCT` layers take turns, more than any cache holds. Cases,
     merge/SHAPE/host        seconds to queue it all
     merge/SHAPE/fp8_KIND    seconds of merge and quantiser in one go; peer: a merge into a scratch,
                             then two passes
-    merge/SHAPE/send        seconds of `ChunkSender`, merge and digests beside the wire; peer: the
+    merge/SHAPE/send        seconds of `ChunkSender`, merge and digests next to the wire; peer: the
                             wire alone. The wire is a copy by a few thread blocks of high priority,
                             at about NVLink's rate, as NCCL's. `send-fp8_KIND`: the same in FP8.
     merge/SHAPE/tile-...    with SPLICE_BENCH_TILES=1: other tiles; `same_bits` says whether the

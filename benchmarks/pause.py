@@ -7,7 +7,7 @@ tokens, requests lost, tokens per second.
                 largest_gap_s       the gap itself; peer: vLLM's own `/pause?mode=keep` and
                                     `/resume`, nothing in between, on an unmodified server under the
                                     same streams
-                tokens_per_s        in the second(s) after all streams go on; peer: the same before
+                tokens_per_s        in the second(s) after all streams resume; peer: the same before
                                     the publication
                 requests_lost       ended with an error or short of tokens, in the whole run; 0 is
                                     the only good value
@@ -16,9 +16,9 @@ tokens, requests lost, tokens per second.
                                     less the median of the same for `keep_kv`, which keeps the KV
                                     cache
     SHAPE/lora-attn/shadow   gap_beyond_step_s    the same gap where only the attention's tensors
-                                                  change and are received beside the live ones;
+                                                  change and are received next to the live ones;
                                                   peer: in_place, the same publication received
-                                                  while generation stands still
+                                                  while generation is stopped
                              pause_s              pause request to resume; peer the same
                              largest_gap_s        as above; peer: in_place
                              tokens_per_s, requests_lost    as above
@@ -111,7 +111,7 @@ class Seen:
 def run(*, device: str, small: bool) -> Iterator[Case]:
     """Shape from SPLICE_BENCH_SHAPES (30b-a3b on cuda, tiny else); what is run from
     SPLICE_BENCH_PAUSE (keep,keep_kv,stock,shadow): the pause modes on one cluster, shadow and its
-    peer on another, stock on a server of its own. SPLICE_BENCH_EAGER=1: vLLM without compiling and
+    peer on another, stock on its own server. SPLICE_BENCH_EAGER=1: vLLM without compiling and
     CUDA graphs.
     """
     load = LOADS["small" if small else device]

@@ -1,4 +1,4 @@
-"""Durable saves: seconds of a whole checkpoint and of an adapter alone, against `torch.save` of the
+"""Durable saves: seconds of a whole checkpoint and of only an adapter, against `torch.save` of the
 same tensors to one file, flushed.
 
 LoRA of rank 16 on all linear layers with its AdamW moments, fp32. `30b-a3b` needs a GPU (37,248
@@ -9,11 +9,11 @@ to a new folder; the disk is idle before (`sync`) and what was written is on it 
 SPLICE_BENCH_DIR chooses the disk (the temporary folder's).
 
 `behind` measures a step whose moments are written while the next one trains. A round has such a
-step, then one during which its moments are written (`behind`), one that saves the adapter alone and
+step, then one during which its moments are written (`behind`), one that saves only the adapter and
 one that saves the whole. There are no rollouts between them, so the trainer never idles and the
 disk has the least time. Of each job, `wait_s` is what the step waits for: the save itself, and the
 copy before the optimizer step. `step_s` is the whole job. `moments_share` is the part of the step
-that the moments cost, beyond the step of the same round that saves the adapter alone.
+that the moments cost, beyond the step of the same round that saves only the adapter.
 `announced` is a step during whose save the next one's passes begin; `wait_s` is without them.
 SPLICE_BENCH_TOKENS sets the step, SPLICE_BENCH_ROLLOUT_S a pause before each,
 SPLICE_BENCH_ROUNDS (SPLICE_BENCH_SAMPLES) the rounds.
@@ -127,7 +127,7 @@ def _cases(name: str, folder: Path, *, device: str, samples: int) -> list[Case]:
 
 
 def _behind(trainer: Any, folder: Path, name: str, *, device: str, samples: int) -> list[Case]:
-    """The same steps with the moments behind, with a whole save, and with the adapter alone."""
+    """The same steps with the moments behind, with a whole save, and with only the adapter."""
     steps = _Steps(trainer, folder, device=device)
     rounds = int(os.environ.get("SPLICE_BENCH_ROUNDS", samples))
     # The first round is not counted: it makes buffers, and warms caches up.

@@ -164,7 +164,7 @@ def _soak(
 def _run_job(
     cluster: Cluster, dice: random.Random, *, vocab_size: int, kill_after_s: float | None
 ) -> float:
-    """Seconds of one job; the trainer's ranks are killed in it after so many."""
+    """Seconds of one job; the trainer's ranks are killed in it after this many."""
     specs, buffers = _batch(dice, vocab_size)
     job = TrainMerged(
         loss=LossSpec(name="cross_entropy"), optim=OptimParams(lr=1e-4), tensors=specs

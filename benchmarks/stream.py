@@ -18,7 +18,7 @@ import httpx
 def warm_prefill(base_url: str, model: str, *, longest: int = 2048) -> None:
     """Prompts of many lengths, one token each: kernels that a server compiles when it first sees a
     length's size and divisibility, it compiles now, not when a stream is prefilled again after a
-    pause. Sizes are those for which vLLM's fused MoE has configurations of their own.
+    pause. Sizes are those for which vLLM's fused MoE has its own configurations.
     """
     sizes = (8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048)
     lengths = [size + odd for size in sizes for odd in (0, 1, 2)]
@@ -213,7 +213,7 @@ class Streams:
         """Wait until every stream has had a token, or a new request, after `moment_s`.
 
         Raises:
-            TimeoutError: a stream stands still.
+            TimeoutError: a stream stalls.
         """
         deadline_s = time.monotonic() + timeout_s
         while not all(

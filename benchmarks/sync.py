@@ -113,7 +113,7 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
     """One way of publishing: the end of its case's name, the job, and what the peer
-    does beside it.
+    does next to it.
     """
 
     end: str
@@ -145,7 +145,7 @@ def _shape(
     device: str,
     samples: int,
 ) -> Iterator[Case]:
-    """All of the peer's on one server, then ours for each kind of LoRA in a cluster of its own."""
+    """All of the peer's on one server, then ours for each kind of LoRA in its own cluster."""
     wanted = dict.fromkeys((way.linears, way.keep_kv) for lora in loras for way in _ways(lora))
     clusters.model_in(folder, shape)
     with ThreadPoolExecutor(1) as thread:

@@ -1,7 +1,7 @@
-"""Training: tokens per second of a LoRA step, beside a bare Megatron-Bridge loop and transformers +
-PEFT, on the same tokens.
+"""Training: tokens per second of a LoRA step, next to a bare Megatron-Bridge loop and transformers
++ PEFT, on the same tokens.
 
-Every contender runs in a process of its own (`benchmarks.train_worker`), with the same sequences of
+Every contender runs in its own process (`benchmarks.train_worker`), with the same sequences of
 mixed length, adapters of rank 16 on all linear layers, random weights and AdamW; sequences, losses
 and what each contender does with them are said there. Shapes from SPLICE_BENCH_SHAPES (8b,30b-a3b),
 losses from SPLICE_BENCH_KINDS (rl,sft), peers from SPLICE_BENCH_PEERS (bridge,peft; empty: ours
@@ -10,9 +10,9 @@ tokens of a step from SPLICE_BENCH_TOKENS (65536); a contender gets SPLICE_BENCH
 SPLICE_BENCH_PROFILE names a file for the kernels of one more step of ours. With several
 SPLICE_BENCH_TRAIN_GPUS (0) the contenders run side by side, each on one of them.
 
-    SHAPE/lora-KIND/1           one rank, beside the peers
+    SHAPE/lora-KIND/1           one rank, next to the peers
     SHAPE/lora-KIND/TOPOLOGY    SPLICE_BENCH_TOPOLOGIES (dp2, ep2, tp2, dp4, ep4, tp2dp2; none): N
-                                ranks with N times the tokens, beside one rank
+                                ranks with N times the tokens, next to one rank
 
 `flops_per_s` counts, for each token: 4 FLOP for every frozen weight that it passes (the product
 forward, and the gradient of the input; a frozen weight has no gradient of its own), 6 for every
@@ -106,7 +106,7 @@ def _scaling(
     steps: int,
     tokens: int,
 ) -> Iterator[Case]:
-    """Tokens per second of N ranks beside one, which has an Nth of the tokens."""
+    """Tokens per second of N ranks next to one, which has an Nth of the tokens."""
 
     def measured(what: str, tokens: int, **more: Any) -> dict[str, Any]:
         result = _worker(

@@ -21,13 +21,13 @@ POLL_S = 0.05
 
 
 def is_shared() -> bool:
-    """Whether other benchmarks may run beside this one."""
+    """Whether other benchmarks may run next to this one."""
     return "SPLICE_BENCH_LOCK" in os.environ
 
 
 @contextmanager
 def started(server: AbstractContextManager[T]) -> Iterator[T]:
-    """Enter and leave the server beside others that start or stop; hold no lock in between.
+    """Enter and leave the server next to others that start or stop; hold no lock in between.
 
     Raises:
         TimeoutError: as `alone`.

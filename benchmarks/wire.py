@@ -1,4 +1,4 @@
-"""Bandwidth of the transport alone (TCP, or NCCL through cupy) for messages of several sizes,
+"""Bandwidth of only the transport (TCP, or NCCL through cupy) for messages of several sizes,
 against torch.distributed's broadcast.
 
 Two processes, one message size after the other; rank 0 sends so many messages that a sample is long

@@ -30,8 +30,8 @@ class OrchestratorSettings(Settings):
     """Port of the numbers for Prometheus. With 0 the kernel chooses; RUN_DIR/metrics has the URL.
     Without a value they are not served."""
     metrics_host: str = "127.0.0.1"
-    """Address on which they are served. 0.0.0.0: all of this host's addresses; nobody has to prove
-    anything there."""
+    """Address on which they are served. 0.0.0.0: all of this host's addresses. Readers need no
+    authentication."""
 
     @field_validator("keep_versions")
     @classmethod

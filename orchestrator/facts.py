@@ -28,7 +28,7 @@ class Facts:
 
     def moved_to(self, run_dir: str) -> str | None:
         """Remember where the run is; after a restart elsewhere, rewrite the folders in it. Returns
-        where it was; None: in the same place, or nobody knows."""
+        the earlier place. None: it is the same, or unknown."""
         before: str | None = self._journal.fact(_RUN).get("dir")
         if before == run_dir:
             return None

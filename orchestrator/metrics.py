@@ -129,14 +129,14 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news."""
+        """A client that went away is not worth a log line."""
 
 
 class _Handler(WSGIRequestHandler):
     timeout = REQUEST_S
 
     def log_message(self, format: str, *args: Any) -> None:
-        """A scrape every few seconds is no news."""
+        """A scrape every few seconds is not worth a log line."""
 
 
 class _State(Collector):

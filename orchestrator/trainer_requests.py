@@ -48,8 +48,8 @@ log = logging.getLogger("splice.orchestrator")
 MOST_KILLS = 2
 """Processes of the trainer that may end in one request."""
 CHANGES_STATE = (TrainMerged, TrainLora, ForwardBackward, OptimStep, LoadAdapter, NewAdapter)
-"""Jobs after which nobody knows what the trainer holds, if they are given up. Their failure
-drops pending gradients, and no other's does."""
+"""Jobs that leave the trainer's state unknown if they are given up. Their failure drops pending
+gradients, and no other's does."""
 
 
 class Saves(TypedDict, total=False):
@@ -214,7 +214,8 @@ class TrainerRequests:
             ) from error
 
     async def _settle(self, report: Report) -> None:
-        """Have a process load the last durable state, if it is new, or nobody knows what it holds.
+        """Have a process load the last durable state, if the process is new or its state is
+        unknown.
 
         It works in order: whatever it was still doing is undone.
         """

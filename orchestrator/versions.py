@@ -115,7 +115,7 @@ class Versions:
         return await self._publish(job, version, self._dir(version), replicas, {})
 
     async def _resync_all(self, job: Job) -> dict[str, object]:
-        """Send the served version, or the newest one before a publication that failed for good."""
+        """Send the served version, or the newest one before a publication that failed finally."""
         self._refuse_before_initial_sync()
         version = self._publisher.version
         if version is None:

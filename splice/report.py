@@ -256,8 +256,8 @@ class Plots:
 
 
 def phases_of(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of a step by what the trainer's side does. As far as a save begins the next batch,
-    it is training; publishing is what a job takes in addition."""
+    """Seconds of a step by what the trainer's side does. Time in which a save begins the next batch
+    counts as training. Publishing is the rest of the job."""
     job = seconds.get("training", 0.0)
     train, save = seconds.get("job.train", job), seconds.get("job.save", 0.0)
     ahead = seconds.get("job.ahead", 0.0)

@@ -126,7 +126,7 @@ reloads.
 | Gemma 2 | its logits have a softcap, and its attention takes no packs |
 | images and sound, and a model whose language part is not an architecture by itself (Qwen2.5-VL) | the trainer trains [language parts](#families-under-test), on text |
 | heads that predict further tokens | they are neither trained nor exported |
-| DeepSeek-V2 with YaRN's `mscale` (as published), MiniMax-M2 with `rotary_dim` (as published), Gemma 1 with `hidden_act: "gelu"` | transformers 5.12.1 computes these otherwise than Megatron, and the check goes by transformers |
+| DeepSeek-V2 with YaRN's `mscale` (as published), MiniMax-M2 with `rotary_dim` (as published), Gemma 1 with `hidden_act: "gelu"` | transformers 5.12.1 computes these differently from Megatron, and the check goes by transformers |
 | expert groups that are not ranked by the best 2 scores (DeepSeek-V3) or the best 1 (V2, with softmax) | Megatron ranks them by `num_experts_per_tok / topk_group` scores: 8 / 4 in V3; 6 / 3 in a V2 is refused |
 | a class in `architectures` that is not the kind's causal language model | the trainer builds no other |
 | rope scaling other than YaRN and Llama 3's, or Llama 3's with other constants than 1, 4 and 8,192 (`low_freq_factor`, `high_freq_factor`, `original_max_position_embeddings`) | Megatron-Core 0.19.2 has only these, with fixed constants |

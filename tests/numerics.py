@@ -44,7 +44,7 @@ def sum_error_bound(dtype: torch.dtype, *, count: int, magnitude: float) -> floa
 
 def chain_error_bound(dtype: torch.dtype, *, roundings: int, magnitude: float) -> float:
     """Likely largest difference of two computations of a number of this magnitude that passes
-    through so many roundings.
+    through this many roundings.
     """
     return SIGMAS * unit_roundoff(dtype) * math.sqrt(roundings / 3) * magnitude
 

@@ -80,7 +80,7 @@ def modules_of(package: str) -> list[str]:
 
 
 def imported_names(source: str, *, module: str) -> set[str]:
-    """Every module that the source names in an import statement, wherever it stands; "typing only"
+    """Every module that the source names in an import statement, wherever it is; "typing only"
     counts as well.
     """
     found: set[str] = set()
@@ -322,7 +322,7 @@ def of_test_modules(names: set[str]) -> set[str]:
 
 
 def test_no_test_module_is_imported() -> None:
-    """What several tests use has a module of its own beside them."""
+    """What several tests use has its own module next to them."""
     wrong: dict[str, set[str]] = {}
     for package in (*OURS, "tests", "examples"):
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -363,7 +363,7 @@ def test_the_scan_sees_what_it_must(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_that_name_does_not_hide_the_package(tmp_path: Path) -> None:
-    """Such as the clone's own, beside which people put their scripts."""
+    """Such as the clone's own, next to which people put their scripts."""
     (tmp_path / "splice").mkdir()
     argv = [sys.executable, "-c", "from splice import LossSpec"]
     subprocess.run(argv, cwd=tmp_path, check=True, timeout=60)

@@ -76,7 +76,7 @@ def test_a_cuda_lock_pins_what_pyproject_declares(role: str, stack: str) -> None
     declared = list(PROJECT["dependencies"])
     for extra in EXTRAS[role]:
         declared += PROJECT["optional-dependencies"][extra]
-    if role == "trainer":  # installed by a line of its own
+    if role == "trainer":  # installed by its own line
         page = (ROOT / "docs/installation.md").read_text(encoding="utf-8")
         declared += re.findall(r'pip install --no-deps "(megatron-bridge[^"]+)"', page)
         assert declared[-1].startswith("megatron-bridge")

@@ -50,7 +50,7 @@ def test_a_chain_of_products_is_within_its_bound() -> None:
 
 
 def test_a_constant_for_each_term_is_not_a_bound() -> None:
-    """26 terms that add up to 152.457: their order alone moves the sum by more than 1e-6 a term."""
+    """26 terms that add up to 152.457: their order moves the sum by more than 1e-6 a term."""
     terms = torch.rand(26, generator=torch.Generator().manual_seed(26)) * 6 + 1
     terms *= 152.457 / terms.sum()
     orders = [

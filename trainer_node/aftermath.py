@@ -1,4 +1,4 @@
-"""Gives back what a failed request took, and says whether the process can continue after it.
+"""Gives back what a failed request took, and says whether the process can continue.
 
     a request failed -> collect, empty the cache -> measure what nothing of ours accounts for
     more than at the start, or a state that nobody knows -> the process ends and is started again

@@ -139,7 +139,8 @@ class Jobs:
         """Take the job's steps. Returns their part of the result, and their seconds.
 
         Args:
-            is_version: the merged weights will be served; measure what they have of the update.
+            is_version: whether the merged weights will be served. If so, measure how much of the
+                update they contain.
         """
         message: TrainStep = request.message
         request.progress("training")
@@ -184,7 +185,7 @@ class Jobs:
         return _logged(request, texts)
 
     def _measure_share(self, request: Request[Any], result: dict[str, Any]) -> None:
-        """Add to a result what share of the update its merged weights have."""
+        """Add to a result the share of the update that its merged weights contain."""
         found = served_share.metrics(self._model)
         result["metrics"] = result["metrics"] | found  # a single step has the same dict
         mode, dtype = self._model.rounding.mode, self._model.config.dtype

@@ -198,7 +198,8 @@ class Transfer:
 
     def prepare(self) -> None:
         """Make what the next send needs, so that no pause waits for it: the sender with its tables,
-        and what an FP8 export has of new weights. After a full send the changed part is expected.
+        and an FP8 export's magnitudes of the new weights. After a full send, the next one is
+        expected to be of the changed part.
         """
         chunks = self.choose(
             changed_only=self._changed_only or (self._has_sent and True in self._chunks)

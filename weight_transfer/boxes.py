@@ -88,7 +88,7 @@ def boxes_of(
 ) -> list[Box] | None:
     """A region of an HF tensor as boxes of it, which share no element. Pure.
 
-    Returns: None if the region is no rows by columns, or more than `MOST_BOXES`.
+    Returns: None if the region is not a block of rows and columns, or needs more than `MOST_BOXES`.
     """
     _, width = matrix(shape)
     axes = _axes(first_index, size, index_strides, [0] * len(size), width)
@@ -117,12 +117,14 @@ def cut(region: Strided, box: Box, shape: Sequence[int]) -> Iterator[Strided]:
     """Yield the region's elements that lie in a box of its HF tensor. Pure.
 
     Raises:
-        ValueError: the region is no rows by columns.
+        ValueError: the region is not a block of rows and columns.
     """
     _, width = matrix(shape)
     axes = _axes(region.first_index, region.size, region.index_strides, region.strides, width)
     if axes is None:
-        raise ValueError(f"a region of strides {region.index_strides} is no box of {tuple(shape)}")
+        raise ValueError(
+            f"a region of strides {region.index_strides} is not a box of {tuple(shape)}"
+        )
     (row, rows), (column, columns) = axes
     for r, row_offset, down in _within(row, rows, box.first_row, box.rows):
         for c, column_offset, across in _within(column, columns, box.first_column, box.columns):

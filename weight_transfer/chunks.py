@@ -175,7 +175,7 @@ class ChunkSender:
             if offset % DTYPE_BYTES[spec.dtype]:
                 raise ManifestError(
                     f"{spec.name} ({spec.dtype}) would begin at byte {offset} of a chunk, "
-                    "which is no multiple of its element size"
+                    "which is not a multiple of its element size"
                 )
         return views_of(self._buffer(k), specs)
 

@@ -23,7 +23,7 @@ class PreparedCopy:
             in use.
 
     Raises:
-        ValueError: a part's offset is no multiple of its element size.
+        ValueError: a part's offset is not a multiple of its element size.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -31,7 +31,7 @@ class PreparedCopy:
             if part.offset_bytes % part.target.element_size():
                 raise ValueError(
                     f"a part of {part.target.dtype} would begin at byte {part.offset_bytes}, "
-                    "which is no multiple of its element size"
+                    "which is not a multiple of its element size"
                 )
         self._parts = [p for p in parts if p.target.numel()]
         made = kernels("copy_kernels") if self._parts and self._parts[0].target.is_cuda else None
@@ -56,5 +56,5 @@ class PreparedCopy:
 
 
 def elements_of(buffer_B: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A buffer's bytes as elements; a rest that is none is left out."""
+    """A buffer's bytes as elements; a remainder smaller than one is left out."""
     return buffer_B[: buffer_B.numel() // dtype.itemsize * dtype.itemsize].view(dtype)

@@ -8,9 +8,9 @@
 The trainer digests `q_proj` whole. The inference workers digest its slices in their fused, sharded
 kernel tensors. The sums must be equal. A term is a bijection of the bits, so one changed element
 always changes the digest. Any other change that happens by accident goes unseen with a chance of
-2^-64 (4 and 8 bytes) or below 2^-32. That is no signature: differences that cancel can be computed,
-within 8 bytes too. A key serves 8 bytes, so most of the work of a mix for each element is saved. A
-digest reads bits: -0.0 differs from 0.0, and NaN payloads count.
+2^-64 (4 and 8 bytes) or below 2^-32. This is not a signature: differences that cancel can be
+computed, within 8 bytes too. A key serves 8 bytes, so most of the work of a mix for each element is
+saved. A digest reads bits: -0.0 differs from 0.0, and NaN payloads count.
 
     >>> w_OI = torch.randn(8, 4)
     >>> top, bottom = w_OI[:4], w_OI[4:]

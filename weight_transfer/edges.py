@@ -333,7 +333,7 @@ def steps_of_worker(table: Table, specs: Sequence[TensorSpec]) -> list[Step]:
     """What a worker receives, from `table_of`.
 
     Raises:
-        ManifestError: the table names a tensor or a box that the manifest has not.
+        ManifestError: the table names a tensor or a box that the manifest does not have.
     """
     count, rows = int(table[0, 0]), table[1:].tolist()
     parcels: list[list[tuple[tuple[int, ...], list[Piece]]]] = [[] for _ in range(count)]

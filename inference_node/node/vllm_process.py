@@ -289,7 +289,7 @@ class VllmProcess:
         return self._post(action, json.dumps(arguments), QUICK_S)
 
     def insist(self, action: str, **arguments: Any) -> None:
-        """Make a call without which nobody knows what vLLM serves.
+        """Make a call that must succeed, because otherwise it is unknown what vLLM serves.
 
         Raises:
             NodeLost: the call failed, so vLLM must be ended.

@@ -152,7 +152,7 @@ class Arrivals:
     def of_pieces(cls, manifest: Manifest, tables: Sequence[str]) -> Arrivals:
         """The pieces that workers receive, each in the order in which its shadow digests them.
 
-        The server answers nobody meanwhile, so there is no loop in Python either.
+        The server answers no request meanwhile, so this has no loop in Python.
 
         Args:
             tables: of `UseEdges`, in the order of the workers' answers.

@@ -78,7 +78,7 @@ class Bodies:
 
 
 def fields_of(body: bytes) -> dict[str, Any]:
-    """The request's fields; none if it is no JSON object, which vLLM then answers.
+    """The request's fields. Empty if the body is not a JSON object; vLLM then answers it.
 
     Raises:
         Refused: it is nested deeper than any request.

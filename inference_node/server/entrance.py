@@ -90,9 +90,10 @@ class Entrance:
             raise
 
     def moved(self, flight: Flight, version: int, *, keeps_kv: bool) -> None:
-        """Note on a flight that `version` serves it now, if it has tokens to come.
+        """Note that `version` now serves a flight, if tokens of it are still to come.
 
-        A stream that its client does not read is ended: its next event would have tokens of both.
+        A stream whose client does not read is ended, because its next event would mix tokens of
+        both versions.
 
         Args:
             keeps_kv: the engine keeps what it has computed of the prompt.

@@ -85,7 +85,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def guard(self, *, update_id: str, group: Abortable, deadline_s: float) -> Iterator[None]:
-        """While inside, an abort of `update_id` or the deadline aborts the group.
+        """Within the block, an abort of `update_id` or the deadline aborts the group.
 
         Raises:
             TransferAborted: the abort arrived first.

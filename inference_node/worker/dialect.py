@@ -53,9 +53,9 @@ def is_deferred_attention(layer: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def partial_load() -> Iterator[None]:
-    """Inside, `load_weights` may be called many times with a part of the weights.
+    """Within the block, `load_weights` may be called many times with a part of the weights.
 
-    Later versions must be told so for MTP models.
+    Later versions must be told about it for MTP models.
     """
     try:
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
@@ -136,7 +136,8 @@ def moe_stand_in(
 
 
 def is_quantised(layer: torch.nn.Module) -> bool:
-    """Whether a layer keeps its own parameters in another form than they are loaded in."""
+    """Whether a layer keeps its own parameters in a different form from the one they are loaded
+    in."""
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 

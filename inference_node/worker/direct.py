@@ -328,7 +328,7 @@ class DirectReceiver:
         self._digests_P.zero_()
 
     def _may_start_ahead(self, k: int) -> bool:
-        """Whether to ask for chunk k before the one ahead of it is copied.
+        """Whether to ask for chunk k before the previous chunk is copied.
 
         Not if both use the same buffer, nor if live memory would change too early.
         """

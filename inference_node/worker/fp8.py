@@ -80,7 +80,7 @@ def refusals(model: torch.nn.Module) -> dict[str, list[str]]:
         name = type(method_of(layer)).__name__
         if not dialect.is_quantised(layer):
             continue
-        why: str | None = f"{name} is no quantisation that splice describes"
+        why: str | None = f"{name} is not a quantisation that splice supports"
         if is_static(layer):
             why = f"{name} has other scales than one for each {FP8_BLOCK} x {FP8_BLOCK}"
         if kind_of(layer) is not None:

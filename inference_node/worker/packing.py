@@ -70,7 +70,7 @@ def of_experts(
         formats: the layer's parameters in checkpoint format, by name.
 
     Raises:
-        Unreadable: the packing is no permutation, or hidden.
+        Unreadable: the packing is not a permutation, or is hidden.
     """
     shapes = {n: formats[n].shape[1:] for n in MOE_PARAMS if n in formats}
     dtypes = {n: formats[n].dtype for n in shapes}
@@ -95,7 +95,7 @@ def of_extra_tensors(layer: torch.nn.Module, method: Any, fmt: ParamFormat) -> d
     """The packing of a parameter, and of the tensors that the layer derives from it, by attribute.
 
     Raises:
-        Unreadable: one of them is no permutation of the parameter.
+        Unreadable: one of them is not a permutation of the parameter.
     """
     extra = extra_tensors(layer)
     key = (type(layer), type(method), fmt.param, fmt.shape, fmt.dtype, *extra)

@@ -143,7 +143,8 @@ class WorkerPlan:
                 An FP8 checkpoint's layers cannot load bf16, so this does not help them.
 
         Raises:
-            ManifestError: the model cannot be updated and verified, or a tensor is no bf16 matrix.
+            ManifestError: the model cannot be updated and verified, or a tensor is not a bf16
+                matrix.
         """
         assert self._recorded is not None
         refused = self.weight_refusals()

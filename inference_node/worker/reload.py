@@ -95,7 +95,8 @@ def reset(model: torch.nn.Module) -> int:
 
 @contextlib.contextmanager
 def checkpoint_format(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, the parameters are meta tensors in checkpoint format with their own loaders.
+    """Within the block, the parameters are meta tensors in checkpoint format with their own
+    loaders.
 
     Raises:
         RuntimeError: an update is under way.

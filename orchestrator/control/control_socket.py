@@ -42,7 +42,7 @@ def check_bind_address(endpoint: str, *, has_keys: bool) -> None:
     )
     try:
         parsed = urlparse(endpoint)
-        _ = parsed.port  # refuses what is no port
+        _ = parsed.port  # raises if it is not a port
     except ValueError:
         raise wrong from None
     if parsed.scheme != "tcp" or not parsed.hostname:

@@ -77,8 +77,7 @@ class Peers:
         self._given_up.pop(peer_id.partition(LAUNCHER)[0], None)
 
     def give_up(self, node_id: str, why: str) -> None:
-        """Have nobody wait for a node longer than `GIVEN_UP_S`, until it or a launcher of it
-        joins."""
+        """Limit every wait for a node to `GIVEN_UP_S`, until the node or a launcher of it joins."""
         self._given_up[node_id] = why, time.monotonic()
 
     def bind(self, peer_id: str, address: bytes) -> None:

@@ -56,7 +56,7 @@ class Waiting:
     """Speaks for one wait.
 
     Args:
-        report: passes progress on to the job's clients; None: the wait is no job's.
+        report: passes progress on to the job's clients; None: the wait belongs to no job.
     """
 
     def __init__(self, report: Report | None, *, endpoint: str, timeout_s: float) -> None:

@@ -161,8 +161,8 @@ class TrainerKilled(NodeLost):
 
 
 class WorkLost(NodeLost):
-    """The trainer has its last durable state again, without what it made or held since. No step of
-    the failed job was taken, unless it says so."""
+    """The trainer is back at its last durable state, and what it made or held since is lost. No
+    step of the failed job was taken, unless the message says so."""
 
     code = ErrorCode.WORK_LOST
 

@@ -62,6 +62,6 @@ REMEDIES: dict[ErrorCode, str] = {
     "its last durable state.",
     ErrorCode.INTERNAL: "This is a defect of splice: see the node's log, and report it.",
 }
-"""What to do about each code, where nobody knows better."""
+"""Default remedy for each code."""
 REFUSED = frozenset({ErrorCode.BAD_INPUT, ErrorCode.TOO_LONG, ErrorCode.NOT_READY})
 """Codes of requests that the trainer refused: they have changed nothing."""

@@ -10,7 +10,8 @@ _PROC = Path("/proc")
 def identity(pid: int) -> str | None:
     """Return the host's boot and the process's start in ticks since then, or None if it has ended.
 
-    A time of day is no identity: the kernel's start times move with every step of the clock.
+    A time of day does not identify a process: the kernel's start times move with every step of the
+    clock.
     """
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()

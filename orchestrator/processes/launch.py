@@ -49,7 +49,7 @@ class NodeProcess(ChildProcess):
         ChildProcess.start(self)
 
     def stop(self, *, grace_s: float = TERM_GRACE_S) -> None:
-        """End the node for good; see `ChildProcess.stop`."""
+        """End the node permanently; see `ChildProcess.stop`."""
         self.stopping = True
         ChildProcess.stop(self, grace_s=grace_s)
 

@@ -11,7 +11,8 @@ LOCK_S, LOCK_POLL_S = 0.5, 0.02
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Take the lock; returns whether nobody else has it, or with `shared` nobody for itself."""
+    """Take the lock. Returns False if another process has it (with `shared`: has it
+    exclusively)."""
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -13,7 +13,7 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(number: int = signal.SIGKILL, *, parent: int | None = None) -> None:
     """Have the kernel send `number` to this process when the thread that started it ends.
 
-    If it has ended already, the signal comes at once. On other systems than Linux this does
+    If it has ended already, the signal comes at once. On systems other than Linux this does
     nothing.
 
     Args:

@@ -8,9 +8,9 @@
 | `EXIT_AFRESH` | a failed request, which it has answered, spoilt it | starts it again at once |
 | anything else | it crashed | starts it again, at most `RestartBudget.most` times within an hour |
 
-Crashes days apart must not end a run of weeks. A process that cannot start must not restart for
-ever. Crashes in one request, which is sent again, are one crash. Crashes in a job that fails by
-itself (`trainer_killed`) are none. Crashes before the run's last progress do not count.
+Crashes days apart must not end a run of weeks. A process that cannot start must not restart
+forever. Crashes in one request, which is sent again, count as one. Crashes in a job that fails by
+itself (`trainer_killed`) do not count. Crashes before the run's last progress do not count.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RestartBudget:
         self.most = most
         self._within_s = within_s
         self._taken: deque[tuple[float, str]] = deque()
-        """Time and cause of each start; the cause is empty where nobody has told it."""
+        """Time and cause of each start; the cause is empty until it is known."""
 
     def used(self, now_s: float) -> int:
         """Return the number of starts within the window that ends now."""
@@ -67,8 +67,8 @@ class RestartBudget:
         return True
 
     def explain(self, cause: str, *, since_s: float) -> bool:
-        """Tell the cause of the last start, if it came later than this and nobody has. Returns
-        whether it did."""
+        """Set the cause of the last start, if that start came after `since_s` and has no cause yet.
+        Returns whether the cause was set."""
         if not self._taken or self._taken[-1][1] or self._taken[-1][0] < since_s:
             return False
         self._taken[-1] = (self._taken[-1][0], cause)

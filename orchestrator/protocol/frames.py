@@ -62,7 +62,7 @@ def encode(message: AnyMessage, buffers: Frames = ()) -> list[bytes | memoryview
     """Turn a message and its raw buffers, as in `message.tensors`, into frames.
 
     Raises:
-        ProtocolError: a buffer has another size than its spec, the message exceeds the limit of its
+        ProtocolError: a buffer's size differs from its spec, the message exceeds the limit of its
             kind, or msgpack cannot hold the body, as with an integer of more than 64 bits.
     """
     _check_buffers(message, buffers)
@@ -79,7 +79,7 @@ def decode(frames: Sequence[bytes]) -> Envelope:
 
     Raises:
         OtherProtocolVersion: the peer speaks another version.
-        ProtocolError: the frames are no message of this protocol.
+        ProtocolError: the frames are not a message of this protocol.
     """
     if len(frames) < _HEAD_FRAMES:
         raise ProtocolError(

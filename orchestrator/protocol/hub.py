@@ -23,7 +23,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def is_hub_id(model: Path) -> bool:
-    """Whether it names a hub's repository: it looks like one, and is no folder here."""
+    """Whether it names a Hub repository: it looks like one, and no such folder exists here."""
     return HUB_ID.match(str(model)) is not None and not model.exists()
 
 

@@ -233,7 +233,7 @@ class NodeLink:
         """Queue a message without blocking. A terminal message is kept for a repeated request.
 
         Raises:
-            ProtocolError: a buffer has another size than the message says, or a number does not
+            ProtocolError: a buffer's size differs from what the message says, or a number does not
                 fit.
         """
         frames = encode(message, buffers)

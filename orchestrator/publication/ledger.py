@@ -102,7 +102,7 @@ class Ledger:
         self._content.manifest = manifest
 
     def take_digests(self, version: int, sent: bytes, indices: Sequence[int] | None) -> None:
-        """Compare what the trainer sent with what the version was when it was first sent.
+        """Compare what the trainer sent with the version's content when it was first sent.
 
         Raises:
             ContentChanged: the content differs.

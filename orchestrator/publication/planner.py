@@ -118,7 +118,7 @@ class Planner:
                 for p in plans
             )
             if order == "edges" and any(p.keeps is None for p in plans):
-                log.info("no edges: a worker keeps what is no rows by columns of a tensor")
+                log.info("no edges: a worker keeps what is not rows by columns of a tensor")
                 continue
             refused = (
                 await self._use_plan(sent, plans[0], part, replicas)

@@ -43,7 +43,7 @@ class RunFolder:
             if stat.S_IMODE(self.path.stat().st_mode) != 0o700:
                 if any(self.path.iterdir()) and not self.journal.exists():
                     raise ConfigError(
-                        f"{path} is no run's folder, and is open to others; choose a new or an "
+                        f"{path} is not a run's folder, and is open to others; choose a new or an "
                         "empty folder"
                     )
                 self.path.chmod(0o700)
@@ -112,7 +112,7 @@ class RunFolder:
                 )
 
     def discard(self) -> None:
-        """Remove what a run left that never began: nobody could reach it."""
+        """Remove the files of a run that never began, because no client could reach it."""
         if self.holds_run:
             return
         for path in (

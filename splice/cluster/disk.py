@@ -32,7 +32,7 @@ class DiskForecast:
         return True
 
     def note(self, now_s: float, free_bytes: int) -> None:
-        """Note that so many bytes were free."""
+        """Note how many bytes were free."""
         self._seen.append((now_s, free_bytes))
         while now_s - self._seen[0][0] > WINDOW_S:
             self._seen.popleft()

@@ -42,7 +42,8 @@ class Elsewhere:
         """Write, submit or place the run, with its keys.
 
         Args:
-            data_folder: of the loop, which then is one of the roles and ends the run.
+            data_folder: folder of the loop's data. The loop is then one of the roles, and ends the
+                run.
 
         Returns: `script` and `submitted` of Slurm, `manifest` of Kubernetes, the URLs of Ray.
 

@@ -40,8 +40,8 @@ def make(
 
 
 def spread(run: R) -> R:
-    """Return the run as roles on several hosts need it: with an endpoint that others reach, and
-    with keys, in the run's folder if the file names none."""
+    """Return the run as roles on several hosts need it: with an endpoint that other hosts can
+    reach, and with keys. If the file names no keys, they are in the run's folder."""
     own = run.orchestrator
     more: dict[str, object] = {}
     if "127.0.0.1" in own.endpoint or "localhost" in own.endpoint:

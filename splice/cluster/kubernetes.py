@@ -39,12 +39,12 @@ def manifest(
     memory_per_gpu: int = 64,
     data_folder: Path | None = None,
 ) -> str:
-    """Return a List of a ConfigMap with the run's file and a JobSet.
+    """Return a Kubernetes `List`: a ConfigMap with the run's file, and a JobSet.
 
     Args:
         claim: PersistentVolumeClaim mounted at the run's folder in every pod, ReadWriteMany.
         cpus_per_gpu, memory_per_gpu: what a pod requests for each of its GPUs; memory in GiB.
-        data_folder: of the loop, as `roles_of` takes it. The JobSet ends with the loop.
+        data_folder: folder of the loop's data, as in `roles_of`. The JobSet ends with the loop.
 
     Raises:
         ConfigError: the settings cannot work on several hosts, or no image is named.

@@ -101,7 +101,8 @@ def up(
 
     Args:
         address: of the Ray cluster; "auto": this host's, or RAY_ADDRESS.
-        data_folder: of the loop, as `roles_of` takes it. It publishes @0, and ends the run.
+        data_folder: folder of the loop's data, as in `roles_of`. The loop publishes @0, and ends
+            the run.
 
     Raises:
         ConfigError: no cluster, no room on it, the run is up, or a role refuses its settings.
@@ -153,7 +154,7 @@ def _place(ray: ModuleType, wanted: list[Role], *, run_dir: Path, group: str) ->
     placed = ray.util.placement_group(bundles, strategy="PACK", name=group, lifetime="detached")
     try:
         return _actors(ray, wanted, placed, bundles, run_dir=run_dir, group=group)
-    except BaseException:  # also an interrupt: a detached group would stay for good
+    except BaseException:  # also an interrupt: a detached group would stay forever
         ray.util.remove_placement_group(placed)
         raise
 
@@ -230,7 +231,7 @@ def _missing(client: SpliceClient, roles: set[str], router: Path) -> set[str]:
 
 
 def _remove(group: str) -> None:
-    """Free the group's resources, and end the actors in it for good."""
+    """Free the group's resources, and end the actors in it permanently."""
     ray = _ray()
     with contextlib.suppress(ValueError):
         ray.util.remove_placement_group(ray.util.get_placement_group(group))

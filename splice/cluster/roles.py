@@ -36,7 +36,7 @@ class Role:
         command: arguments of `splice`. The launcher adds settings that only it knows: the numbers
             of the GPUs, and the address of a trainer's host.
         gpus: on each host.
-        copies: how often the GPUs stand in its table.
+        copies: number of times that the GPUs are listed in its table.
         keys: folder of its CURVE keys. None: it needs none.
     """
 
@@ -86,7 +86,8 @@ def roles_of(
     Args:
         file: what the roles read: run.toml, or JSON with the same keys.
         is_spread: roles may be on different hosts.
-        data_folder: to which the loop's data and rewards are relative. None: there is no loop.
+        data_folder: folder that the loop's data and rewards are relative to. None: the run has no
+            loop.
 
     Raises:
         ConfigError: the settings cannot work on several hosts.

@@ -41,7 +41,7 @@ def write_script(
         gpus_per_host: GPUs of one host of the partition.
         cpus_per_gpu: CPUs of a role for each of its GPUs.
         options: more options of sbatch, such as "--partition=gpu --time=4:00:00".
-        data_folder: of the loop, as `roles_of` takes it. The job ends with the loop.
+        data_folder: folder of the loop's data, as in `roles_of`. The job ends with the loop.
 
     Raises:
         ConfigError: the settings cannot work on several hosts, or a role fits on no host.

@@ -32,7 +32,7 @@ class Place:
         group: number of its group, over the whole loop.
         sample: its place in the group.
         prompt: index of the group's prompt.
-        replaced: how many prompts had the group's place before.
+        replaced: number of prompts that had the group's place before.
     """
 
     step: int

@@ -32,7 +32,7 @@ INEXACT: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"}, None),
     "thinking_token_budget": (None,),
 }
-"""Fields with which vLLM samples from another distribution than the trainer computes -> the values
+"""Fields with which vLLM samples from a different distribution from the trainer's -> the values
 with which it does not."""
 
 

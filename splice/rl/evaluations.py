@@ -48,7 +48,7 @@ def read(folder: Path) -> list[Evaluation]:
     """Return a loop's evaluations, in the order of their steps.
 
     Raises:
-        ConfigError: a line is none.
+        ConfigError: a line is not an evaluation.
     """
     path = folder / FILE
     if not path.exists():

@@ -53,7 +53,7 @@ class StepJobs:
     """Sends the steps' batches.
 
     Args:
-        optim: of a step, by its number.
+        optim: returns a step's optimizer parameters, given its number.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class StepJobs:
     async def _announce(self, number: int) -> None:
         """Tell the trainer of the step's batch as soon as its rollouts are there.
 
-        Whatever is wrong with them, the step itself says.
+        If something is wrong with them, the step itself reports it.
         """
         never_begun = self._config.mini_batch_sequences or self._loss.needs_reference_passes
         if number not in self._rollouts or never_begun:

@@ -415,7 +415,7 @@ class Loop:
         """Add numbers of your own, such as an evaluation's, to the log and the sinks.
 
         Args:
-            step: to which they belong. None: the last step that was trained.
+            step: the step that they belong to. None: the last step that was trained.
         """
         number = self._past.done if step is None else step
         found = {name: float(value) for name, value in metrics.items()}

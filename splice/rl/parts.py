@@ -27,10 +27,11 @@ class PartedReward(float):
 
 
 def as_reward(given: Any) -> float:
-    """Return what a reward function gave as a number: of a mapping the sum, with its parts.
+    """Return a reward function's result as a number. A mapping becomes its sum, which keeps the
+    parts.
 
     Raises:
-        Exception: it is no number, or one of its parts is none.
+        Exception: it, or one of its parts, is not a number.
     """
     if isinstance(given, PartedReward):
         return given

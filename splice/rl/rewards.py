@@ -46,7 +46,9 @@ def trl_reward(
     """
     given = [1.0] * len(functions) if weights is None else list(weights)
     if not functions or len(given) != len(functions):
-        raise ConfigError(f"{len(functions)} reward functions and {len(given)} weights")
+        raise ConfigError(
+            f"{len(functions)} reward functions and {len(given)} weights; give one weight for each"
+        )
     parts = [(f, _kind(f), weight) for f, weight in zip(functions, given, strict=True)]
     given_to = _all_async if all(map(_is_async, functions)) else _plain_first
     return partial(given_to, parts)  # can be pickled, for reward_processes

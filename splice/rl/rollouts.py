@@ -195,8 +195,8 @@ class Rollouts:
         return groups
 
     def take(self, number: int) -> dict[int, list[int]]:
-        """Forget the step's rollouts. Returns the prompts of its groups, those that were replaced
-        before the one that trains."""
+        """Forget the step's rollouts. Returns the prompts of each group: first those that were
+        replaced, then the one that trains."""
         self._last_drop.pop(number, None)
         return {group: self._asked.pop(group) for group in self._tasks.pop(number)}
 

@@ -29,7 +29,7 @@ def routing_of(text: str) -> Routing:
     size, start = (2, 10) if raw[6:7] == b"\x01" else (4, 12)
     if not raw.startswith(MAGIC):
         raise ConfigError(
-            "the server's routed experts are no .npy array; is this vLLM 0.28 to 0.32?"
+            "the server's routed experts are not a .npy array; is this vLLM 0.28 to 0.32?"
         )
     (length,) = struct.unpack("<H" if size == 2 else "<I", raw[8 : 8 + size])
     header = ast.literal_eval(raw[start : start + length].decode("latin1"))

@@ -52,7 +52,7 @@ _ENCODED = (
 )  # fmt: skip # a list of names
 """Fields of a request that its token ids depend on."""
 _NOT_SAMPLING = OWN_FIELDS | set(_ENCODED)
-"""Fields of a request that are no sampling parameters of vLLM's."""
+"""Fields of a request that are not vLLM sampling parameters."""
 _SAMPLING = frozenset({
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos",
     "stop", "stop_token_ids", "include_stop_str_in_output", "presence_penalty",
@@ -351,7 +351,7 @@ def _request(
 
 
 def check_row(row: Any) -> None:
-    """Refuse what is no row, or no prompt.
+    """Refuse anything that is not a row with a prompt.
 
     Raises:
         RequestRefused: says what it needs.
@@ -376,7 +376,7 @@ def _content(body: Mapping[str, Any]) -> bytes:
     try:
         return json_of(body)
     except ValueError as error:
-        raise RequestRefused(f"the request is no JSON: {error}") from error
+        raise RequestRefused(f"the request is not JSON: {error}") from error
 
 
 @dataclass(slots=True, kw_only=True)

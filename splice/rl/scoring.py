@@ -48,7 +48,7 @@ class Scoring:
         """Return the reward.
 
         Raises:
-            Exception: what `fail` makes: the reward raised, was late or is no finite number.
+            Exception: what `fail` makes: the reward raised, was late or is not a finite number.
             NoThread, NoProcess: none is left for further rewards.
         """
         timeout = asyncio.timeout(None)
@@ -148,7 +148,7 @@ def users_code(
     *,
     passes: tuple[type[Exception], ...],
 ) -> Iterator[None]:
-    """Make whatever a user's function raises the failure of one sample.
+    """Turn any exception of a user's function into the failure of one sample.
 
     Args:
         late: says that the timeout has passed.

@@ -133,12 +133,13 @@ class Sample:
         `cross_entropy`.
 
         Args:
-            answer: to a prompt its text; to messages the assistant's message, with what the chat
-                template ends it with.
+            answer: for a prompt, its text; for messages, the assistant's message with the chat
+                template's end.
             more: what the template takes, such as `tools` or `chat_template_kwargs`.
 
         Raises:
-            ValueError: the chat template writes a message otherwise than it asks for one.
+            ValueError: the chat template writes a given message differently from how it prompts for
+                one.
         """
         if messages is None:
             before: dict[str, Any] = {"prompt": prompt}
@@ -189,7 +190,7 @@ def scored(result: Result, turns: Sequence[Turn], *, trains: bool = True) -> tup
         trains: False for an evaluation, which may be greedy.
 
     Raises:
-        ValueError: nothing trains, a reward is no number or too large, or a turn is not this
+        ValueError: nothing trains, a reward is not a number or is too large, or a turn is not this
             rollout's or would train twice.
     """
     if isinstance(result, Scored):

@@ -14,9 +14,9 @@ weights. The size of the difference depends on the model, since experts may chan
 transformers measures it: the same bf16 weights, once computed in fp32 and once in bf16. The median
 served difference over tokens may be at most RANGE times the measured one. The median ignores tokens
 that are routed elsewhere. An update may move a log-prob by less than rounding does, so the versions
-are told apart over all tokens: what is served must have come the way from the previous reference to
-its own (`way`), neither half of it nor one and a half. If rounding RANGE times the measured one
-could hide that, the update is too small to prove anything, and the proof fails.
+are told apart over all tokens: the served log-probs must have moved all the way from the previous
+reference to their own (`way`), not half of it and not one and a half times. If rounding RANGE times
+the measured one could hide that, the update is too small to prove anything, and the proof fails.
 """
 
 from __future__ import annotations

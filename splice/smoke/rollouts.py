@@ -64,7 +64,7 @@ async def sample(
 ) -> list[list[Scored]]:
     """Sample `group_size` answers to each prompt from the alias `model`, each with its reward.
 
-    The reward is the mean over the answer's tokens. A token that is no answer earns 0.
+    The reward is the mean over the answer's tokens. A token that is not an answer earns 0.
 
     Args:
         restrict: draw only the answers' tokens. The log-probs are then those of the restricted

@@ -136,8 +136,8 @@ def way(logprobs: Logprobs, own: Logprobs, previous: Logprobs) -> float:
 def is_way_visible(
     own: Logprobs, rounded: Logprobs, previous: Logprobs, *, times: float, draws: int = 100
 ) -> bool:
-    """Whether `way` would be within 0.5 of 1 for what has come to `own`, under rounding errors as
-    large as those of `rounded` `times` over, with random signs, in each of the draws."""
+    """Whether `way` stays within 0.5 of 1 for log-probs that equal `own` plus rounding errors. The
+    errors are `times` as large as those of `rounded`, with random signs. Every draw must pass."""
     rng, tokens = random.Random(20), _tokens(own, rounded, previous)
     for _ in range(draws):
         drawn = [(a + times * rng.choice((-1, 1)) * (x - a), a, b) for a, x, b in tokens]

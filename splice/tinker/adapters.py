@@ -24,7 +24,7 @@ def wanted(asked: types.LoraConfig | None, ours: LoraConfig) -> LoraConfig:
     run's has one there.
 
     Raises:
-        Refused: it would train nothing, or its rank or seed is none.
+        Refused: it would train nothing, or its rank or seed is not a valid one.
     """
     if asked is None:
         return ours

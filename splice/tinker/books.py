@@ -154,15 +154,15 @@ class Books:
         return int(served.get("snapshot", served["version"]))
 
     def add_snapshot(self, version: int, facts: Mapping[str, Any], *, keep: int) -> list[str]:
-        """Note what serves a new version again. Returns the folders of those that are too old
-        now."""
+        """Note what is needed to serve a new version again. Returns the folders of snapshots that
+        are too old now."""
         known = [*(self.fact("snapshots") or []), {"version": version, **facts}]
         self.set_fact("snapshots", known[-keep:])
         return [s["folder"] for s in known[:-keep]]
 
     def snapshot(self, version: int) -> dict[str, Any] | None:
-        """Return what serves a version again: its checkpoint's folder, the trainer's state and
-        adapter; None: it cannot be."""
+        """Return what is needed to serve a version again: its checkpoint's folder, the trainer's
+        state and adapter. None: it cannot be served again."""
         initial = self.fact("initial")
         first = {"folder": initial["folder"], "state": INITIAL, "version": initial.get("version")}
         for found in (first, *(self.fact("snapshots") or [])):

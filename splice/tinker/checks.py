@@ -30,7 +30,8 @@ class Checks:
         """Check what a new model asks for; returns its adapter and warnings.
 
         Raises:
-            Refused: another optimizer, or another adapter than the run's although that is trained.
+            Refused: an unsupported optimizer, or a different adapter from the run's when that one
+                is trained.
         """
         if optimizer != "adamw":
             raise unsupported(f"optimizer_config: {optimizer!r} is not supported; use adamw")
@@ -55,7 +56,7 @@ class Checks:
         """Check a checkpoint's name.
 
         Raises:
-            Refused: it is no name, or taken.
+            Refused: it is not a valid name, or it is taken.
         """
         check_name(asked.path)
         check_ttl(asked.ttl_seconds)
@@ -67,8 +68,8 @@ class Checks:
         """Check that weights can be loaded from a path, into a model or (None) into a new one.
 
         Raises:
-            Refused: there is no such checkpoint, it is a sampler's, or the model's adapter is
-                another one.
+            Refused: there is no such checkpoint, it is a sampler's, or its adapter differs from the
+                model's.
         """
         checkpoint = self._books.checkpoint(path)
         model = None if model_id is None else self._books.find_model(model_id)
@@ -89,10 +90,10 @@ class Checks:
 
 
 def check_name(name: str | None) -> None:
-    """Refuse what is no name of a checkpoint.
+    """Refuse anything that cannot be a checkpoint's name.
 
     Raises:
-        Refused: other characters than letters, digits, `.`, `_` and `-`, or too many.
+        Refused: characters other than letters, digits, `.`, `_` and `-`, or too many of them.
     """
     if name is not None and not NAME.fullmatch(name):
         raise malformed(
@@ -102,10 +103,10 @@ def check_name(name: str | None) -> None:
 
 
 def check_ttl(ttl_s: Any) -> None:
-    """Refuse what is no life of a checkpoint.
+    """Refuse anything that cannot be a checkpoint's lifetime.
 
     Raises:
-        Refused: it is no number of seconds, or one beyond a hundred years.
+        Refused: it is not a number of seconds, or more than a hundred years.
     """
     if ttl_s is not None and (not isinstance(ttl_s, int) or not 1 <= ttl_s <= LONGEST_TTL_S):
         raise malformed(

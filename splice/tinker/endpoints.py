@@ -234,7 +234,7 @@ async def forward_backward(request: Request, here: Here) -> Json:
     """Log-probs, and gradients unless `forward_only`."""
     encoding, limit = request.headers.get("content-encoding", ""), here.config.max_body_bytes
     sent = await request.body()
-    # A large batch takes a while, which is nobody else's.
+    # A large batch takes a while, which must not hold up other clients.
     body = await asyncio.to_thread(decompressed, sent, encoding=encoding, max_bytes=limit)
     message = await asyncio.to_thread(parsed_pass, body)
     # What is wrong with all passes of a batch leaves no part of it.
@@ -417,7 +417,7 @@ async def _object(request: Request) -> Json:
     try:
         found = await request.json()
     except ValueError as error:
-        raise malformed(f"the body is no JSON: {error}") from error
+        raise malformed(f"the body is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise malformed("the body is no JSON object")
     return found

@@ -347,7 +347,7 @@ class Sampling:
         return sampling_fields(asked, room=longest - tokens)
 
     async def _post(self, body: dict[str, Any]) -> Any:
-        """Ask a replica, and another one while that is not ready.
+        """Ask a replica. If it is not ready, ask another one.
 
         Raises:
             Refused: vLLM refuses the request, or does not serve the version.
@@ -386,10 +386,10 @@ class Sampling:
 
 
 def check(asked: types.SampleRequest) -> None:
-    """Refuse what no sampler here can do.
+    """Refuse a request that needs something which no sampler here supports.
 
     Raises:
-        Refused: names it.
+        Refused: names what is unsupported.
     """
     if asked.sampling_session_id is None or asked.seq_id is None:
         raise unsupported("send sampling_session_id and seq_id (create_sampling_session)")

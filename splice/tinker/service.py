@@ -64,7 +64,7 @@ class Service:
         return adapters.of_model(model["facts"], ours)
 
     def check_base_model(self, name: str) -> None:
-        """Refuse another model than the run's.
+        """Refuse any model but the run's.
 
         Raises:
             Refused: names the run's.
@@ -156,7 +156,7 @@ class Service:
 
     @contextlib.contextmanager
     def numbered(self, model_id: str | None, seq_id: int | None, *, is_part: bool = False) -> Any:
-        """Count a request that is refused within: later ones do not wait for it.
+        """Count a request that the block refuses, so that later ones do not wait for it.
 
         Args:
             is_part: it may be a part of a batch, so the step after it is refused too.

@@ -199,8 +199,8 @@ class Training:
 
     @contextlib.contextmanager
     def _moves_to(self, state: str) -> Iterator[None]:
-        """The trainer changes in the block. If that fails, nobody knows what it holds, so no served
-        version passes for it."""
+        """Mark a change of the trainer in the block. If the change fails, the trainer's state is
+        unknown, so no served version counts as that state."""
         self._books.set_fact("state", f"{state}, unless that failed")
         try:
             yield
@@ -390,7 +390,7 @@ def optim_params(params: Any) -> OptimParams:
     """Return the parameters of a step.
 
     Raises:
-        Refused: another optimizer than AdamW, or values that it does not take.
+        Refused: an optimizer other than AdamW, or values that AdamW does not take.
     """
     if not isinstance(params, types.AdamParams):
         raise unsupported(f"optimizer {getattr(params, 'type', None)!r}: only AdamW is supported")

@@ -164,9 +164,9 @@ class Turns:
             self._end(request, await self._carry_out(request))
 
     async def fail_gaps(self) -> None:
-        """Fail requests of which one waited too long for an earlier one, until cancelled.
+        """Fail requests that waited too long for an earlier one. Runs until cancelled.
 
-        What comes after them does not wait for the missing one.
+        Later requests do not wait for the missing one.
         """
         while True:
             await asyncio.sleep(min(1.0, self._config.gap_timeout_s / 4))

@@ -49,7 +49,7 @@ def decompressed(body: bytes, *, encoding: str, max_bytes: int) -> bytes:
     """Return the body without its Content-Encoding; never makes more than `max_bytes`.
 
     Raises:
-        Refused: another encoding than zstd, a broken frame, or too large.
+        Refused: an encoding other than zstd, a broken frame, or too large.
     """
     if encoding in ("", "identity"):
         return body
@@ -65,7 +65,7 @@ def decompressed(body: bytes, *, encoding: str, max_bytes: int) -> bytes:
             body, max_output_size=max(size, 1), allow_extra_data=False
         )
     except zstandard.ZstdError as error:
-        raise malformed(f"the body is no whole zstd frame: {error}") from error
+        raise malformed(f"the body is not a whole zstd frame: {error}") from error
 
 
 def parsed_pass(body: bytes) -> Any:
@@ -124,7 +124,7 @@ def _tokens(index: int, chunks: Sequence[Any]) -> Array:
                 "trains on text only (encoded_text)"
             )
         if len(chunk.encoded_text.tokens) % 4:
-            raise malformed(f"datum {index}: the tokens of a chunk are no int32 values")
+            raise malformed(f"datum {index}: the tokens of a chunk are not int32 values")
         parts.append(np.frombuffer(chunk.encoded_text.tokens, "<i4"))
     tokens = np.concatenate(parts) if parts else np.zeros(0, "<i4")
     if not len(tokens):
@@ -142,7 +142,7 @@ def _tensor(where: str, message: Any, *, length: int) -> Array:
     if dtype is None:
         raise malformed(f"{where} has dtype {message.dtype}; send float32 or int64")
     if len(message.dense) % dtype.itemsize:
-        raise malformed(f"{where} has {len(message.dense)} bytes, which are no {dtype} values")
+        raise malformed(f"{where} has {len(message.dense)} bytes, which are not {dtype} values")
     values = np.frombuffer(message.dense, dtype)
     if math.prod(message.shape) != len(values) or len(values) != length:
         raise malformed(

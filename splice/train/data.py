@@ -37,7 +37,7 @@ def rows_of(data: DataSection, folder: Path, *, table: str) -> list[Row]:
     for number, raw in enumerate(itertools.islice(found, data.rows), 1):
         where = f"{table}.path {data.path}, row {number}"
         if not isinstance(raw, Mapping):
-            raise ConfigError(f"{where} is no object with columns: {raw!r:.100}")
+            raise ConfigError(f"{where} is not an object with columns: {raw!r:.100}")
         row = _prompted(dict(raw), data, where)
         try:
             check_row(row)

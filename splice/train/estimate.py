@@ -1,7 +1,7 @@
 """What a step will be, before anything starts: tokens, the trainer's memory, minutes.
 
-Memory is arithmetic on the model's config.json, for decoders of the usual kind. Minutes are said
-only of models whose speed was measured.
+Memory is arithmetic on the model's config.json, for decoders of the usual kind. Minutes are given
+only for models whose speed was measured.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def _experts(model: Mapping[str, Any]) -> int:
 
 
 def text_of(trainer: TrainerConfig, *, step_tokens: int, steps: int) -> list[str]:
-    """Say what is known of the trainer's memory and time. Nothing of a model that is not here yet.
+    """Describe what is known of the trainer's memory and time. Empty for a model that is not here
+    yet.
 
     Args:
         step_tokens: of the longest answers. 0: unknown.

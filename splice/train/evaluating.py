@@ -2,7 +2,7 @@
 
     step N -> its rows are sampled while step N + 1 trains -> evaluations.jsonl, kept.json
 
-An evaluation that a kill has interrupted is made by the next start, of the version that is then
+If the loop is killed during an evaluation, the next start makes it with the version that is then
 served.
 """
 
@@ -44,9 +44,9 @@ class Evaluating:
     """Evaluations of a loop, as an async context manager within the loop's own.
 
     Args:
-        rows: that are not trained on.
+        rows: rows that are not trained on.
         score: the rewards of answers to rows, as `Loop.score`.
-        steps: of the run.
+        steps: number of steps in the run.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ def metrics_of(
 
     Args:
         rewards: of `n` answers to each row.
-        version: that was to be evaluated.
+        version: the version that was to be evaluated.
     """
     found = {REWARD: fmean(fmean(group) for group in rewards)}
     if section.n > 1:

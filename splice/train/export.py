@@ -34,7 +34,7 @@ def run_of(path: Path) -> RunFile:
     """Return the run that the user means: by its run.toml, that one's folder, or its own folder.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it names no run.
     """
     if path.is_file() or (path / FILE_NAME).is_file():
         return load(path)
@@ -91,11 +91,11 @@ def adapter(run: RunFile, version: int, out: Path) -> None:
 
 
 def model(run: RunFile, version: int, out: Path, *, device: str) -> None:
-    """Write a version as a whole HF model into a new folder. A run that serves the version does it
-    itself; of others the trainer's environment makes one rank.
+    """Write a version as a whole HF model into a new folder. A run that serves the version writes
+    it itself. For any other, one rank starts in the trainer's environment.
 
     Raises:
-        ConfigError: the folder exists, or the version is none of the model; says why.
+        ConfigError: the folder exists, or the version is of another model; says why.
     """
     _refuse(out)
     if _is_served(run, version):

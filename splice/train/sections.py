@@ -84,7 +84,8 @@ class OptimSection(OptimParams):
     """Share of `lr` that linear and cosine fall to."""
 
     def of_step(self, steps: int) -> Callable[[int], OptimParams]:
-        """Return the parameters of each step of so many."""
+        """Return a function from a step's number to its parameters; `steps` is the number of
+        steps."""
         own = set(OptimSection.model_fields) - set(OptimParams.model_fields)
         plain = self.model_dump(exclude=own | {"lr"})
 
@@ -113,8 +114,8 @@ class EvalSection(DataSection):
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest answer, in tokens. None: `sampling.max_tokens`."""
     pass_at: tuple[int, ...] = ()
-    """`[1, 4]`: `eval_pass_at_1` and `eval_pass_at_4`, the chance that one of so many answers
-    passes, estimated from `n` answers without bias."""
+    """`[1, 4]`: `eval_pass_at_1` and `eval_pass_at_4`, the chance that at least one of that many
+    answers passes, estimated from `n` answers without bias."""
     pass_reward: float = 1.0
     """An answer passes with this reward or a larger one."""
     waits: bool = False

@@ -5,7 +5,7 @@ one outcome       a job has exactly one outcome, whoever is told it and however 
                   journal says the same
 runs once         no process of the trainer runs a job's request twice; no batch is in a state
                   twice; a cancelled job never ran
-nothing lost      the trainer stands where the completed jobs have brought it, unless a failed job
+nothing lost      the trainer is where the completed jobs have brought it, unless a failed job
                   has said that something is lost
 one content       a version has one content, the trainer's for that version
 committed         what is served was committed, or was given up at once

@@ -1,4 +1,4 @@
-"""A TCP proxy for each link: reset, black hole, one way, slow, or cut after so many bytes. What
+"""A TCP proxy for each link: reset, black hole, one way, slow, or cut after a number of bytes. What
 travels is encrypted, so a fault goes by connection, direction and bytes.
 """
 
@@ -19,7 +19,7 @@ SLOW_BYTES, SLOW_S = 2048, 0.02
 @dataclass(slots=True)
 class _Faults:
     held: set[str] = field(default_factory=set)
-    """Directions in which nothing comes through, though the connection stands."""
+    """Directions in which nothing comes through, though the connection is up."""
     slow: bool = False
     cut_after: int | None = None
     """Bytes, in either direction, after which all connections are reset."""

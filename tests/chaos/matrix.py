@@ -123,7 +123,7 @@ class Matrix:
         want, until = None if result is None else result.version, time.monotonic() + 60
         while time.monotonic() < until:
             self.nemesis.heal_due()
-            if want is None:  # a job that failed: the next one shows that the run goes on
+            if want is None:  # a job that failed: the next one shows that the run continues
                 done = self.run.do("matrix", "TrainMerged", self.dice)
                 want = None if done is None else done.version
             elif all(version == want for version in self.run.served().values()):

@@ -35,8 +35,8 @@ KV_CACHE = ("--kv-cache-memory-bytes", str(2**30))
 measures.
 """
 ROUNDING = 0.05
-"""Nats that bf16 may make in the median between decode's kernels and prefill's (rounding alone was
-0.013 on the tiny MoE).
+"""Nats that bf16 may make in the median between decode's kernels and prefill's (rounding by itself
+was 0.013 on the tiny MoE).
 """
 
 

@@ -88,7 +88,7 @@ def test_from_checkpoint_to_version_two(arch, more, models, tmp_path):
         classes |= {"first_expert", "last_expert"}
     assert classes - set(report["proof"]["perturbed"]) <= {
         "head"
-    }  # a tied model has no head of its own
+    }  # a tied model has no separate head
     assert (
         report["packages"]["trainer"]["megatron-core"] and report["packages"]["inference-0"]["vllm"]
     )

@@ -1,4 +1,4 @@
-"""Updates that fail: their sender stands still."""
+"""Updates that fail: their sender stalls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOON_S = 10.0
 def stalled_send(
     node: Node, tensors: dict[str, torch.Tensor], *, after: int
 ) -> Iterator[threading.Event]:
-    """A trainer that sends `after` chunks and then stands still."""
+    """A trainer that sends `after` chunks and then stalls."""
     go, sent = threading.Event(), threading.Event()
     assert node.layout is not None and after < len(node.layout.chunks)
 

@@ -114,7 +114,7 @@ def in_blocks(folder: Path, tensors: Mapping[str, torch.Tensor], out: Path) -> P
 
 
 class Filled:
-    """Stands for the merging export: bf16 tensors that are there already."""
+    """Stand-in for the merging export: bf16 tensors that are there already."""
 
     longest_s = float("inf")
 

@@ -1,4 +1,4 @@
-"""Updates in shadow mode, step by step: room, a transfer that stands still, swap and commit."""
+"""Updates in shadow mode, step by step: room, a transfer that stalls, swap and commit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOM = 2**30
 
 
 class Transfer:
-    """A trainer that sends a part when told to, and stands still before its last piece
+    """A trainer that sends a part when told to, and stalls before its last piece
     until `go`.
     """
 

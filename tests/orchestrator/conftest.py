@@ -1,4 +1,4 @@
-"""The fixture that most of these tests begin with; who needs another `run` has one of its own."""
+"""The fixture that most of these tests begin with; who needs another `run` has its own."""
 
 from __future__ import annotations
 

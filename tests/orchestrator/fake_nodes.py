@@ -326,7 +326,7 @@ class FakeReplica(FakeNode):
         self.drains: list[float] = []
         """How long requests for the old version may continue, in each pause."""
         self.why_not: str | None = None
-        """Why nothing can be received beside the live numbers."""
+        """Why nothing can be received next to the live numbers."""
         self.shadow: dict[int, int] = {}
         self.flip_swap = False
         self.committed_by_itself: list[int] = []

@@ -248,7 +248,7 @@ def test_a_flipped_byte(kind_and_body, at, value):
 
 @pytest.mark.parametrize("length", [2**31 - 1, 2**32 - 1])
 def test_enormous_arrays_that_are_only_announced(length):
-    """A few bytes that promise billions of elements are no reason to make room for them."""
+    """A few bytes that promise billions of elements are not a reason to make room for them."""
     began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for head in (b"\xdd", b"\xdf", b"\xdb", b"\xc6"):
         assert (
@@ -365,7 +365,7 @@ def served(tmp_path):
 
 @pytest.mark.parametrize("role", ["client", "trainer", "inference", "launcher"])
 def test_a_peer_that_says_anything_harms_nobody_else(served, role):
-    """The orchestrator lives, its memory is bounded, and a client beside it gets its jobs done by
+    """The orchestrator lives, its memory is bounded, and a client next to it gets its jobs done by
     nodes that behave.
     """
     began = served.rss

@@ -1,4 +1,4 @@
-"""The journal alone: what is written together is there together, also for who opens the
+"""Only the journal: what is written together is there together, also for who opens the
 file next.
 """
 
@@ -32,7 +32,7 @@ def add(journal, job_id):
 
 
 def moment(journal, job_id, steps):
-    """A job ends, and the trainer holds so many steps."""
+    """A job ends, and the trainer holds this many steps."""
     with journal.together():
         journal.end_job(job_id, state="completed", frames=[b"outcome"])
         journal.set_facts({"trainer": {"steps": steps}, f"job:{job_id}": None})

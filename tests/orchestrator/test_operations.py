@@ -450,7 +450,7 @@ def test_versions_that_are_not_kept_go_but_never_the_one_served(tmp_path):
         run.client.run(InitialSync())
         run.client.run(JOB, buffers=BUFFERS)
         run.client.run(JOB, buffers=BUFFERS)
-        # as after a change of processes: the manifest is checked anew
+        # as after a change of processes: the manifest is checked again
         run.orchestrator._publisher._planner.planned = {}
         replica.script["PrepareUpdate"] = replica.refuse
         with pytest.raises(JobFailed):

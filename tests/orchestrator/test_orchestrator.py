@@ -74,7 +74,7 @@ def test_a_refused_plan_leaves_n_serving_and_is_not_retried(run):
     trainer = run.trainer()
     replica = run.replica(trainer)
     run.client.run(InitialSync())
-    # as after a change of processes: the manifest is checked anew
+    # as after a change of processes: the manifest is checked again
     run.orchestrator._publisher._planner.planned = {}
     replica.script["PrepareUpdate"] = replica.refuse
     with pytest.raises(JobFailed, match="m@0 is still served") as failure:
@@ -188,7 +188,7 @@ def test_every_step_is_journaled(run, tmp_path):
 @pytest.mark.parametrize("is_large", [False, True])
 def test_a_full_disk_ends_the_orchestrator_and_nothing_else(run, is_large):
     """It neither goes deaf nor ends the nodes: another one resumes when there is room. A large
-    batch is a file beside the journal.
+    batch is a file next to the journal.
     """
     trainer = run.trainer()
     run.client.optim_step()

@@ -166,7 +166,7 @@ def test_a_node_that_was_suspended_has_not_missed_the_orchestrator(run):
 
 
 def test_a_request_to_a_node_whose_connection_is_just_gone_waits_for_the_next_one(run):
-    """The node lives and dials again: that is no failure of what it is asked."""
+    """The node lives and dials again: that is not a failure of what it is asked."""
     links = Links()
     link = links.add("trainer", int(run.endpoint.rsplit(":", 1)[1]))
     trainer = FakeTrainer(
@@ -197,7 +197,7 @@ def listen(link, *, seconds):
 
 
 def test_a_displaced_node_asks_quietly_and_notices_that_it_is_lost(run):
-    """Another process took its id while it was silent. It is refused from then on; a refusal is no
+    """Another process took its id while it was silent. It is refused from then on; a refusal is not
     sign of life for it.
     """
 

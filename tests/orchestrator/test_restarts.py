@@ -1,4 +1,5 @@
-"""Crashed processes are started again, so many times within an hour and without progress."""
+"""Crashed processes are started again, a limited number of times within an hour and without
+progress."""
 
 from __future__ import annotations
 

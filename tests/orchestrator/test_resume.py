@@ -127,8 +127,8 @@ def test_a_status_asked_for_while_it_is_down_is_answered(killed):
 
 
 def test_killed_while_idle_and_in_the_step(killed):
-    """The version counter continues, the replica is verified anew, and a step that was under way is
-    taken once.
+    """The version counter continues, the replica is verified again, and a step that was under way
+    is taken once.
     """
     killed.client.run(InitialSync())
     killed.client.run(JOB, buffers=BUFFERS)

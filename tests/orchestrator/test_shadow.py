@@ -160,7 +160,7 @@ def test_a_digest_that_differs_beside_swaps_nobody_and_poisons_nobody(run):
         and "w1" in failed[0]["error"]
         and "none of it is used" in failed[0]["error"]
     )
-    assert bad.aborted.is_set() and good.aborted.is_set()  # what lies beside is dropped
+    assert bad.aborted.is_set() and good.aborted.is_set()  # the second copy is dropped
     assert result.attempts == 2 and (result.mode, result.sent) == (
         "shadow",
         "changed",

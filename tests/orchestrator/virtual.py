@@ -57,7 +57,7 @@ class MemoryJournal:
     steps: list[tuple[int, str]] = field(default_factory=list)
     digests: dict[int, str] = field(default_factory=dict)
     die_in: int | None = None
-    """After so many steps the orchestrator is gone."""
+    """After this many steps the orchestrator is gone."""
     on_death: Callable[[], object] = bool
     is_dead: bool = False
     depth: int = 0

@@ -27,7 +27,7 @@ from tests.e2e.conftest import (
 __all__ = ["_has_both_environments", "models"]
 NAME = "tiny"
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""The tiny checkpoint has no chat template of its own."""
+"""The tiny checkpoint has no chat template."""
 
 
 @contextmanager

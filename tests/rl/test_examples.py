@@ -33,7 +33,7 @@ def run(train: dict, *argv: object) -> None:
 
 @pytest.fixture
 def loop_dir(monkeypatch, tmp_path) -> str:
-    """A loop's folder of its own: the cluster serves several tests."""
+    """A separate folder for a loop: the cluster serves several tests."""
     name = f"loop-{tmp_path.name}"
     monkeypatch.setattr(decisions, "LOOP_DIR", name)
     return name

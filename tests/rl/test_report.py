@@ -82,7 +82,7 @@ def test_a_step_is_what_the_trainer_does_in_it():
     job = {"job.train": 4.0, "job.save": 2.5, "job.ahead": 2.0}
     found = phases_of(step | job)
     assert found == {
-        "training": 6.0,  # two seconds of it while a save went on
+        "training": 6.0,  # two seconds of it while a save was running
         "saving": 0.5,
         "publishing": 0.5,
         "waiting": 2.0,

@@ -1,4 +1,4 @@
-"""Whatever a reward or an environment does ends or drops its own sample alone."""
+"""Whatever a reward or an environment does ends or drops only its own sample."""
 
 from __future__ import annotations
 

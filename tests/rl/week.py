@@ -4,7 +4,7 @@ orchestrator    the product's, with limits small enough to be reached
 router          the product's
 tinker          the product's `splice tinker`
 nodes           a fake trainer and two fake replicas with stand-ins of vLLM
-loop            the product's, for so many steps in all; prints a JSON line at its start and after
+loop            the product's, for this many steps in all; prints a JSON line at its start and after
                 each step
 """
 

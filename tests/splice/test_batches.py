@@ -73,7 +73,7 @@ def completion(*answer: int) -> Completion:
 
 
 def test_the_buffers_of_a_batch():
-    """Two groups, worked out by hand. An answer without tokens counts in its group's mean alone."""
+    """Two groups, worked out by hand. An answer without tokens counts in its group's mean only."""
     groups = [
         [(completion(5), 1.0), (completion(6, 7), 0.0)],
         [(completion(8), 3.0), (completion(), 1.0)],

@@ -1,4 +1,4 @@
-"""A user's program with Tinker's SDK alone; it runs in the SDK's own environment.
+"""A user's program with only Tinker's SDK; it runs in the SDK's own environment.
 
 python sdk_user.py PART prints one JSON line of facts for the test to judge.
 """

@@ -201,7 +201,7 @@ def check_grouped_kernel(moe: Path) -> None:
 
 
 def check_random_init(moe: Path, out: Path) -> None:
-    """config.json alone is enough; weights have the config's spread; the same seed gives the same
+    """Only config.json is needed; weights have the config's spread; the same seed gives the same
     model.
     """
     folder = out / "config_only"

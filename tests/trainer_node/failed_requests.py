@@ -116,7 +116,7 @@ class Bench:
 
         self.node._dispatch = watched  # type: ignore[method-assign]
         self.watch: Allocations | None = None
-        """For the next request alone."""
+        """For only the next request."""
         self.result: dict[str, Any] = {}
         gc.disable()
 

@@ -20,7 +20,7 @@ from trainer_node.ranks.lockstep import Failure, agree
 
 
 class Held:
-    """Stands for a tensor in a failed function."""
+    """Stand-in for a tensor in a failed function."""
 
 
 class Fails:

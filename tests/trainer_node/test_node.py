@@ -159,7 +159,7 @@ def check_publication(
 def check_part(
     control: Orchestrator, receiver: Receiver, manifest: Manifest, at_0: dict, at_1: dict
 ) -> None:
-    """Nothing but what has an adapter differs from @0; sent alone it has the same bytes, and
+    """Nothing but what has an adapter differs from @0; sent by itself it has the same bytes, and
     everything can be sent again after it.
     """
     names = [s.name for s in manifest.tensors]
@@ -771,7 +771,7 @@ def test_ranks_wait_longer_for_the_first_check_than_for_each_other(
 
 
 def test_the_ranks_end_with_a_killed_torchrun(models, tmp_path: Path) -> None:
-    """Else they hold their GPUs beside the next ones, until they miss the orchestrator."""
+    """Else they hold their GPUs next to the next ones, until they miss the orchestrator."""
     with node(models["dense_untied"], tmp_path, None) as (_, process):
         ranks = psutil.Process(process.pid).children(recursive=True)
         assert any("trainer_node" in " ".join(p.cmdline()) for p in ranks)

@@ -61,7 +61,7 @@ def _published(name: str) -> str:
 
 
 def write_processor(folder: Path) -> None:
-    """What vLLM reads beside Gemma 3's weights: a tokenizer with marks, and an image processor."""
+    """What vLLM reads next to Gemma 3's weights: a tokenizer with marks, and an image processor."""
     marks = {"image_token": IMAGE, "boi_token": VOCAB - 2, "eoi_token": VOCAB - 3}
     lines = {"\n" * count: VOCAB - 3 - count for count in (1, 2, 3, 4)}
     words = {f"t{i}": i for i in range(min(lines.values()))}

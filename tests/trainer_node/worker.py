@@ -36,7 +36,7 @@ from trainer_node.training.trainer import Trainer
 LOSS, OPTIM = LossSpec(name="grpo"), OptimParams(lr=1e-2, weight_decay=0.01, max_grad_norm=0.5)
 SEED_RANDOM_B = 77
 FLAGS: dict[str, dict[str, int]] = {"cp2": {"context": 2}, "etp2": {"expert_tensor": 2}}
-"""What a launch's arguments may say of the topology beside the three sizes."""
+"""What a launch's arguments may say of the topology next to the three sizes."""
 HEAD = "head"
 """The flag for an adapter on the output layer too."""
 

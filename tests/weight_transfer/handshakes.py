@@ -23,7 +23,7 @@ def answer_to(challenge: bytes, secret: bytes, *, rank: int) -> bytes:
 
 
 def read(connection: socket.socket, count: int) -> bytes:
-    """So many bytes, or what came before the end."""
+    """This many bytes, or what came before the end."""
     came = b""
     while len(came) < count and (fresh := connection.recv(count - len(came))):
         came += fresh

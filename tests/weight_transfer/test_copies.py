@@ -218,7 +218,7 @@ def test_scales_do_not_shift_the_weights_of_their_chunk() -> None:
 
 
 def test_a_unit_stays_together_in_its_chunk() -> None:
-    """q, k and v with one scale follow each other, though k and v are no whole vectors."""
+    """q, k and v with one scale follow each other, though k and v are not whole vectors."""
     rows = {"q": 16, "k": 5, "v": 5}
     specs = [
         TensorSpec(name=f"{name}.weight", dtype="float8_e4m3fn", shape=(height, 24))

@@ -11,7 +11,7 @@ from weight_transfer.launches import Launches
 
 
 class Kernel:
-    """Stands for Triton's function: compiles when it is called, and returns what it compiled."""
+    """Stand-in for Triton's function: compiles when it is called, and returns what it compiled."""
 
     arg_names = ("x_ptr", "count", "BLOCK", "EVEN")
 

@@ -182,7 +182,7 @@ def test_strangers_that_keep_coming(trainer: Trainer) -> None:
 
 
 def test_a_replayed_proof(trainer: Trainer) -> None:
-    """What a worker answered to one challenge is no answer to another."""
+    """What a worker answered to one challenge is not an answer to another."""
     with knock(trainer.rendezvous) as worker, knock(trainer.rendezvous) as stranger:
         recorded = answer_to(read(worker, CHALLENGE_BYTES), trainer.rendezvous.secret, rank=1)
         read(stranger, CHALLENGE_BYTES)

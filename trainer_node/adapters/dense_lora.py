@@ -91,15 +91,15 @@ def _row_pieces(key: str, place: Place, rank: int) -> Iterator[Piece]:
 
 
 class WeightAdapter(_Adapter):
-    """The adapter of a matrix that others multiply with: W + scale * B A takes its place.
+    """The adapter of a matrix that other modules multiply by: W + scale * B A replaces it.
 
-    The gate of shared experts is multiplied with within its module's forward pass, and the output
-    layer's weight by the chunked head.
+    Shared experts multiply by their gate inside their own forward pass. The chunked head multiplies
+    by the output layer's weight.
 
     Args:
-        module: it has the parameter.
-        name: the parameter's name in it.
-        rounding: tells how the sum is rounded now.
+        module: owner of the parameter.
+        name: the parameter's name in the module.
+        rounding: returns the present rounding of the sum.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class WeightAdapter(_Adapter):
         **settings: Any,
     ) -> None:
         super().__init__(linears=[linear], **settings)
-        self._module, self._name = [module], name  # a list: the module is no part of this one
+        self._module, self._name = [module], name  # a list: the module is not part of this one
         self._rounding = rounding
         rows_N = self.places[0].rows_N
         self._rows_N = rows_N.to(self.lora_B["0"].device)
@@ -190,8 +190,8 @@ class DenseAdapter(_Adapter):
         self._is_copy = self.places[0].split is None
         self.row_parallel = self.places[0].split == "columns"
         # Column: h is the same on all ranks but each rank's gradient of it is partial. Row: h
-        # itself is partial. Under sequence parallelism h is what is gathered and scattered: rank is
-        # less than hidden size. A linear that is copied sees what the ranks have, as it is.
+        # itself is partial. Under sequence parallelism h is gathered and scattered, because the
+        # rank is less than the hidden size. A copied linear takes each rank's input unchanged.
         if sequence_parallel:
             self._exchange = (
                 reduce_scatter_to_sequence_parallel_region
@@ -268,8 +268,8 @@ class DenseAdapter(_Adapter):
 
 
 def _num_groups(rows: Sequence[torch.Tensor], out_features: int) -> int | None:
-    """In how many equal groups the parts take turns and fill the output: 1 for one after the other,
-    the query groups for q, k and v. None: they do neither."""
+    """Number of equal groups in which the parts alternate to fill the output: 1 if they follow each
+    other, the number of query groups for q, k and v. None: they do neither."""
     breaks = int((rows[-1].diff() != 1).sum())
     groups = breaks + 1
     if any(len(r) % groups for r in rows):
@@ -320,7 +320,7 @@ class _AddProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         """[..., O], [..., Q], [O, Q] -> [..., O]"""
         ctx.save_for_backward(h, lora_B_OQ)
-        # An alias that is no view: what is compiled after it (SwiGLU) would else be compiled again
+        # An alias that is not a view: code compiled after it (SwiGLU) would be compiled again
         # for each shape of a view's base.
         result = out.data if out.is_contiguous() else out.contiguous()
         flat_TO, h_TQ = result.view(-1, out.shape[-1]), h.reshape(-1, h.shape[-1])

@@ -81,8 +81,8 @@ class Dropout:
             self._step = self._rows_L = None
 
     def before_layer(self, _module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
-        """A transformer layer's forward pre-hook: which tokens it gets. It runs before a
-        recomputation too, when other micro-batches have passed since."""
+        """Forward pre-hook of a transformer layer that notes which tokens the layer gets. It also
+        runs before a recomputation, when other micro-batches have passed since."""
         self._rows_L = getattr(kwargs["packed_seq_params"], "rows_L", None)
 
     def _own_rows(self) -> torch.Tensor:
@@ -102,8 +102,8 @@ class Dropout:
         return self._drop(x, rows_T, first, name_key)
 
     def experts(self, x: torch.Tensor, *, name_key: int) -> torch.Tensor:
-        """[t, I] of an adapter on grouped linears; the rank's own tokens choose the masks, so that
-        ranks with the same tokens agree."""
+        """Drop from the input [t, I] of an adapter on grouped linears. The rank's own tokens choose
+        the masks, so that ranks with the same tokens agree."""
         rows_T = torch.arange(x.shape[0], device=x.device) + _mix64(self._own_rows()).sum()
         return self._drop(x, rows_T, 0, name_key)
 

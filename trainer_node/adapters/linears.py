@@ -54,7 +54,7 @@ class Place:
             columns: of the parameter.
 
         Raises:
-            NotStridedError: the ranks' parts are no rows or columns of the HF matrix.
+            NotStridedError: the ranks' parts are not rows or columns of the HF matrix.
         """
         one = layout.one_of_stack() if len(layout.shape) == 3 else layout
         try:
@@ -148,8 +148,8 @@ class Targets:
     """Which HF linears get an adapter, as PEFT has it.
 
     A target is the end of a module's name. `all-linear` is every linear of the decoder layers but
-    the routers; `lm_head` is the output layer. A stacked tensor is no module: it wants a target
-    with a dot, the end of its name, as PEFT's `target_parameters` has it (`experts.gate_up_proj`).
+    the routers; `lm_head` is the output layer. A stacked tensor is not a module. Its target has a
+    dot and is the end of its name, as in PEFT's `target_parameters` (`experts.gate_up_proj`).
 
     Args:
         targets: `LoraConfig.targets`.

@@ -82,8 +82,8 @@ class ExpertAdapter(nn.Module):
 
     Under expert tensor parallelism the token dispatcher gives every rank of the group the same
     tokens. It adds up their outputs and, in the backward pass, their inputs' gradients. So nothing
-    is exchanged here. Behind a row-parallel linear's A, both h and the delta are parts of sums.
-    Each copy (a column-parallel linear's A, a row-parallel linear's B) gets a part of its gradient.
+    is exchanged here. After a row-parallel linear's A, both h and the delta are parts of sums. Each
+    copy (a column-parallel linear's A, a row-parallel linear's B) gets a part of its gradient.
 
     Args:
         names: for each HF linear of the fused order, the HF module names of the local experts; None
@@ -270,7 +270,7 @@ class AdapterSet:
 
     Args:
         tasks: Bridge's conversion tasks for the model; none, if there are to be no adapters.
-        bridge, state: as `layouts` wants them.
+        bridge, state: as in `layouts`.
         layers: its transformer layers.
         config: Megatron's transformer config.
 
@@ -370,10 +370,10 @@ class AdapterSet:
     def _linears(
         self, task: Any, is_meant: Callable[[str], bool] = lambda _: True
     ) -> Iterator[tuple[str, Linear]]:
-        """(HF tensor, linear) of each that is meant in a task's parameter, in the fused order.
+        """(HF tensor, linear) of each targeted linear in a task's parameter, in the fused order.
 
         Raises:
-            ConfigError: one is no matrix made of the parameter's rows; says why.
+            ConfigError: one is not a matrix made of the parameter's rows; says why.
         """
         found = []
         answers = layouts(task, self._bridge, self._state)

@@ -82,7 +82,7 @@ class Stack:
 
 
 def in_file(stacks: Sequence[Stack]) -> list[Stack]:
-    """The same under PEFT's names, stacked experts in PEFT's shapes.
+    """The same tensors under PEFT's names, with stacked experts in PEFT's shapes.
 
     PEFT wraps the module once for each of its stacked tensors: the last one's adapter has the
     module's name, the one before it has `base_layer` after it. A is [E * R, I], B is [O, R * E].
@@ -344,7 +344,7 @@ def by_module(stored: Mapping[str, torch.Tensor], *, path: Path) -> dict[Key, to
     """Take stored names apart; the tensors become fp32.
 
     Raises:
-        AdapterError: a name that is no lora_A or lora_B of a linear, or one that is there twice;
+        AdapterError: a name that is not a linear's lora_A or lora_B, or that occurs twice;
             names it.
     """
     found: dict[Key, torch.Tensor] = {}

@@ -1,18 +1,17 @@
 """Adds an adapter's product to a linear's output without losing it.
 
-A linear in bf16 rounds its output. To nearest, what is added afterwards and is less than half a
-unit in the last place vanishes: the sum rounds back. Most of a small update would be lost so in
-every layer of the trainer's forward pass, while the served weights have it. So the sum of both is
-computed in fp32 and rounded stochastically (`rounding`), which keeps every addend in the mean.
+A linear in bf16 rounds its output. With rounding to nearest, an addend of less than half a unit in
+the last place vanishes: the sum rounds back. Every layer of the trainer's forward pass would lose
+most of a small update, while the served weights have it. So the sum of both is computed in fp32 and
+rounded stochastically (`rounding`), which keeps every addend in the mean.
 
 The threshold of an element is a hash of the sum's own bits and of its column. A token's numbers
 therefore do not depend on its place in a pack, on the cut into packs, or on the ranks, and the
 errors of two layers are unrelated.
 
-One fp32 sum before the only rounding would be quieter, but no library has it at the price of this:
-cuBLAS 13 rounds a product to bf16 before it adds `beta * C` (measured on an H200: of an addend, the
-same share arrives as with a rounding between). With an output in fp32 a product takes a fifth
-longer.
+A single rounding of one fp32 sum would be less noisy, but no library offers it at this price.
+cuBLAS 13 rounds a product to bf16 before it adds `beta * C`: on an H200, the same share of an
+addend survived as with a separate rounding. With an output in fp32 a product takes a fifth longer.
 
 Axes: T = tokens or rows, O = out features, Q = columns of the adapters' hidden layer, E = experts.
 """

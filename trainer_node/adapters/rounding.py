@@ -180,8 +180,8 @@ def chain(lora_B_HR: torch.Tensor, lora_A_RW: torch.Tensor) -> torch.Tensor:
     """B A in fp32: fused multiply-adds in the order of r, as a GPU computes them.
 
     torch has none, so each step is a double's: the product is exact there, and its sum is rounded
-    to 53 bits and then to 24. The two roundings differ from one only where the first gives a tie of
-    the second; there the first one's error decides.
+    to 53 bits and then to 24. Two roundings differ from one only where the first produces a tie for
+    the second. There the error of the first decides.
     """
     b_HR, a_RW = lora_B_HR.double(), lora_A_RW.double()
     is_plain = _least(b_HR) * _least(a_RW) >= _LEAST

@@ -8,9 +8,9 @@ What is put in place, its reason, and when it can go:
 
 `_Finder`: answers the imports of TransformerEngine, which needs CUDA. `extension` has the classes
     that Megatron's specs ask for. `transformer_engine` itself is an empty shell of the version that
-    runs on GPUs, because Megatron and Bridge choose specs by whether it can be imported. Modules
-    below it are missing, as far as those that import them allow it. Until TransformerEngine runs on
-    a CPU.
+    runs on GPUs, because Megatron and Bridge choose specs by whether it can be imported. Its
+    submodules are missing wherever their importers tolerate that. Until TransformerEngine runs on a
+    CPU.
 `_plain_functions`: Megatron decorates small functions with `torch.compile`, which on a CPU starts a
     C++ compiler for each of them and rounds differently. Until Megatron asks the device.
 `gated_delta.install`: gated delta net layers need flash-linear-attention's Triton kernels. Until

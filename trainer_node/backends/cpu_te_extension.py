@@ -49,7 +49,7 @@ def _norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Any, eps: float
 ) -> torch.Tensor:
     """RMSNorm (Zhang and Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last axis, in fp32,
-    rounded once. A zero-centred gamma is stored less 1."""
+    rounded once. A zero-centred gamma is stored minus 1."""
     wide, gamma, shape = x.float(), weight.float(), (x.shape[-1],)
     if config.layernorm_zero_centered_gamma:
         gamma = gamma + 1

@@ -22,9 +22,9 @@ def load() -> None:
     """Load the cuDNN that came with torch, or that the user names, whole. Call it before
     TransformerEngine is imported.
 
-    TransformerEngine looks in CUDNN_HOME first, and links to cuDNN's parts by name. Where the host
-    has a CUDA toolkit and its own cuDNN, it so gets the front of one cuDNN and the parts of
-    the other, and the older one's version. A part that is loaded already is taken instead.
+    TransformerEngine looks in CUDNN_HOME first, and links to cuDNN's parts by name. On a host with
+    a CUDA toolkit and its own cuDNN, it would combine the front of one cuDNN with the parts of the
+    other, and report the older version. Parts that are already loaded take precedence.
 
     Raises:
         ConfigError: the user's folder has no cuDNN that can be loaded.

@@ -37,8 +37,9 @@ def install() -> None:
 
 
 def use_kernels() -> None:
-    """Give Megatron's module flash-linear-attention's functions (see `megatron_import`), but the
-    rule in torch where theirs cannot train. Megatron names the package if it is not installed."""
+    """Give Megatron's module the functions of flash-linear-attention (see `megatron_import`). Where
+    its kernels cannot train, the rule itself runs in torch. If the package is not installed,
+    Megatron's error names it."""
     if importlib.util.find_spec("fla") is None:
         return
     from fla.modules import convolution
@@ -161,8 +162,8 @@ def _made_again(function: Callable[..., torch.Tensor], *inputs: Any) -> torch.Te
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chunks:
     """Where tokens are: the first chunks of all sequences come first, then their second ones, and
-    so on, so that one step's chunks lie together. Sequences are in descending order of length, so
-    that those that go on are the first."""
+    so on, so that one step's chunks are adjacent. Sequences are in descending order of length, so
+    that those that continue come first."""
 
     token_NL: torch.Tensor
     """Each place's token; T where a sequence has ended."""

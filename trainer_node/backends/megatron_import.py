@@ -1,8 +1,8 @@
-"""Imports Megatron-Bridge without its traces in this process.
+"""Imports Megatron-Bridge without its side effects on this process.
 
 Megatron's gated delta net imports flash-linear-attention, which asks the GPU for its name. That
-initialises CUDA's driver, and no fork of the process could use it (`launcher.ranks`). It is hidden
-here; `gated_delta.use_kernels` brings it back.
+initialises CUDA's driver, and no fork of the process could use it (`launcher.ranks`). This module
+hides flash-linear-attention; `gated_delta.use_kernels` brings it back.
 """
 
 from __future__ import annotations

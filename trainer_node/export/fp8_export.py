@@ -87,7 +87,7 @@ def plan(
         order: the chunks; they count in the part, if there is one.
 
     Raises:
-        ManifestError: a group is no bf16, is split, or its parts do not follow each other.
+        ManifestError: a group is not bf16, is split, or its parts do not follow each other.
     """
     places = fp8_places(manifest, weights)
     base_of = {place: index for index, found in enumerate(places) for place in found}

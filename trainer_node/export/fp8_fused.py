@@ -101,7 +101,7 @@ def plan(
         steps: of each chunk, as `fp8_export` plans them.
         nbytes: of each chunk that is sent.
         scale: alpha / rank.
-        rounding: tells how to round now.
+        rounding: returns the present rounding.
     """
     kernels = _kernels()
     if kernels is None:

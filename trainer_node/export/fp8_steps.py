@@ -56,8 +56,8 @@ class Weight:
     width: int
 
     def slots_of(self, box: Box) -> tuple[Numbers, Numbers]:
-        """Slots of a box's rows [N] and what its columns [I] add to them; one of each where all
-        have the same."""
+        """Slots of a box's rows [N], and what its columns [I] add to them. Each has a single entry
+        if all entries are equal."""
         rows = np.arange(box.first_row, box.first_row + box.rows)
         if self.kind == "per_tensor":
             return np.array([self.slot]), np.array([0])
@@ -96,7 +96,7 @@ def plan(
     Returns: ascending indices of the trainer's tensors that are needed, and the rest.
 
     Raises:
-        ManifestError: a group is no bf16, or the part has not all of it.
+        ManifestError: a group is not bf16, or is only partly in the part.
     """
     places = fp8_places(manifest, weights)
     chosen = list(range(len(sent.tensors))) if part is None else list(part)
@@ -237,7 +237,7 @@ class Fp8Steps:
     Args:
         export: merges the pieces; made with `sent`.
         group: of all ranks, on the device.
-        rounding: tells how to round now.
+        rounding: returns the present rounding.
     """
 
     longest_s = math.inf

@@ -118,8 +118,8 @@ def _check_kind(spec: TensorSpec, piece: Held) -> None:
 
 
 def _check_partition(spec: TensorSpec, boxes: Iterable[Box]) -> None:
-    """Boxes inside the tensor, none over another, as many elements as it has: then each is there
-    once."""
+    """Check that the boxes are inside the tensor, do not overlap, and have as many elements as the
+    tensor. Each element is then there exactly once."""
     boxes = list(boxes)
     if not boxes and spec.numel:
         raise ManifestError(

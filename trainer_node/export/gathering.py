@@ -152,8 +152,8 @@ class Exchange:
 
         Raises:
             OutOfStep: rank 0 did not receive them before the limit, or is gone.
-            Exception: `fill`'s, after all messages have left; those from the failed one on are no
-                weights.
+            Exception: `fill`'s, after all messages have left; those from the failed one on do not
+                hold weights.
         """
         failed: Exception | None = None
         chunks = [k for k, sizes in enumerate(self._sizes) if sizes[self._rank]]

@@ -4,9 +4,9 @@
     merged_tensors()       these tensors, merged on rank 0; a collective that all ranks finish
     merged_tensors(part)   some of them; gathers only the parameters that they come from
 
-Bridge's export gathers one HF tensor at a time over pipeline, tensor and expert ranks; here its
-padding goes, its adapter is merged in, and it is checked against the manifest. The model is never
-staged whole. In full-parameter training there is nothing to merge.
+Bridge's export gathers one HF tensor at a time over pipeline, tensor and expert ranks. This module
+removes the padding, merges the adapter in, and checks the result against the manifest. The model is
+never staged whole. In full-parameter training there is nothing to merge.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Exporter:
         return self._manifest
 
     def forget(self) -> None:
-        """Plan again, because the model has other adapters. Tensors that had one before stay among
-        those that change, so that a partial update takes the old one's delta away."""
+        """Plan again, because the model has other adapters. Tensors that had an adapter before stay
+        in the changed part, so that a partial update removes the old delta."""
         self._manifest = None
 
     def _plan(self, manifest: Manifest) -> frozenset[str]:

@@ -181,7 +181,7 @@ class Merger:
     Args:
         chunks: size in bytes and members of each buffer.
         scale: alpha / rank.
-        rounding: tells how to round now.
+        rounding: returns the present rounding.
         device: device of parameters and buffers.
     """
 

@@ -3,8 +3,8 @@
     probe(model)    on each rank, without collectives -> what it holds, and what it cannot tell
 
 `layouts` says what one parameter is made into. Bridge's export then runs with small markers in the
-tensors' place. So its hooks, tied heads and names are the bridge's own. An alias returns a marker
-under another name. A tensor that no marker changes comes from the checkpoint.
+tensors' place. Hooks, tied heads and names are therefore handled by Bridge itself. An alias returns
+a marker under another name. A tensor that no marker changes comes from the checkpoint.
 
 What only Bridge can convert is named as a task to be streamed.
 """

@@ -1,4 +1,4 @@
-"""Takes the HF tensors that are no views of parameters from Bridge's export, before each send.
+"""Takes HF tensors that are not views of parameters from Bridge's export, before each send.
 
 They are few and small: norms that Megatron keeps zero-centred. Rank 0 keeps a buffer for each.
 """

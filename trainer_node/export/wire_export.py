@@ -10,7 +10,7 @@ The export is planned once. Each chunk then takes a few kernels.
 `Exporter` asks Bridge for one HF tensor after the other. Here `probe` asks once, and HF tensors
 become strided views of Megatron's parameters: groups of rows of `linear_qkv`, halves of
 `linear_fc1`. The manifest has the vocabulary without padding. Bridge converts the few tensors that
-are no views, such as zero-centred norms, before each send (`streamed`). `merger` merges a chunk.
+are not views, such as zero-centred norms, before each send (`streamed`). `merger` merges a chunk.
 
 On several ranks, each rank merges its pieces (`gather_plan` assigns them) and sends them to rank 0
 (`gathering`). Rank 0 merges its own pieces into the chunk, and copies the others to their places
@@ -336,7 +336,8 @@ class WireExport:
         self._exchange.release()
 
     def seconds(self, fill_s: float) -> dict[str, float]:
-        """Seconds of a send, by phase. What is no view was exported before the first `fill`."""
+        """Seconds of a send, by phase. Tensors that are not views were exported before the first
+        `fill`."""
         return {"export": self._streamed.take_s, "merge": fill_s}
 
 

@@ -233,7 +233,7 @@ def check_whole(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"there is no folder {folder} on the trainer's host")
     if not marker.is_file():
         raise CheckpointError(
-            f"{folder} has no {MARKER}: it is no checkpoint of a trainer, or was never finished"
+            f"{folder} has no {MARKER}: it is not a trainer's checkpoint, or was never finished"
         )
     try:
         content: dict[str, Any] = json.loads(marker.read_text())

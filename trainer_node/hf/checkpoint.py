@@ -44,8 +44,8 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a safetensors file, readable by whom the user's umask lets: the library's own are only
-    the user's."""
+    """Write a safetensors file with the permissions of the user's umask. The library's own files
+    are readable only by the user."""
     path.touch()
     mode = path.stat().st_mode
     save_file(dict(tensors), path, metadata={"format": "pt"})
@@ -79,7 +79,8 @@ def auto_config(folder: Path) -> Any:
 
 
 def read_config(folder: Path) -> Any:
-    """The folder's config, by transformers 4 or 5; of a model that sees its language part's.
+    """The folder's config, by transformers 4 or 5; for a multimodal model, that of its language
+    part.
 
     Raises:
         ConfigError: no config.json, transformers cannot read it, or a layer that Bridge would build
@@ -108,7 +109,7 @@ class _Keys:
 
     Args:
         names: the checkpoint's; None: random weights.
-        hidden: an output layer that is tied is no key, even where a file has it.
+        hidden: a tied output layer, which is not a key even if a file has it.
     """
 
     def __init__(self, names: Collection[str] | None, *, hidden: str | None) -> None:
@@ -183,7 +184,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _is_left_out(name: str, layers: int) -> bool:
-    """Whether no trainer of a model of so many layers reads the tensor."""
+    """Whether no trainer of a model with this many layers reads the tensor."""
     layer = _LAYER.search(name)
     beyond = layer is not None and int(layer.group(1)) >= layers
     return beyond or _UNUSED.search(name) is not None
@@ -269,7 +270,7 @@ class HfCheckpoint:
     Args:
         vocab_tensors: names of the embedding and, where there can be one, an output layer apart.
         padded_vocab: their rows in Megatron.
-        tied: they are one.
+        tied: whether these are one tensor.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ def scaled_weights(folder: Path, dtypes: Mapping[str, str]) -> frozenset[str]:
         dtypes: `checkpoint.tensor_dtypes` of the folder.
 
     Raises:
-        ConfigError: it is none, or an FP8 weight has no scales.
+        ConfigError: it is not such a checkpoint, or an FP8 weight has no scales.
     """
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json, or does not exist")
@@ -143,7 +143,7 @@ def manifest_like(manifest: Manifest, weights: Collection[str]) -> Manifest:
     """The manifest of a checkpoint in which these matrices are block-scaled. Pure.
 
     Raises:
-        ConfigError: the model lacks one of them, or has it in another dtype than bf16.
+        ConfigError: the model lacks one of them, or has it in a dtype other than bf16.
     """
     specs = {spec.name: (i, spec.dtype) for i, spec in enumerate(manifest.tensors)}
     wrong = sorted(n for n in weights if n not in specs or specs[n][1] != "bfloat16")

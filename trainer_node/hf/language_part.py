@@ -1,4 +1,4 @@
-"""The language part of a model that sees: it trains on text, and its towers keep their weights.
+"""The language part of a multimodal model: it trains on text, and the towers keep their weights.
 
 transformers nests the language model, so a checkpoint's tensors have `language_model.` in their
 names, and towers' tensors are next to them. Bridge builds only the language part, by its own text

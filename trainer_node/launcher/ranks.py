@@ -142,7 +142,7 @@ class Ranks:
                     elif word == "ping":
                         self._say("pong")
                     else:
-                        raise ValueError(f"the launcher sent {line!r}, which is no request")
+                        raise ValueError(f"the launcher sent {line!r}, which is not a request")
             self._look()
         self._kill()
         if not has_heard:

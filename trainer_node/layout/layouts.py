@@ -2,8 +2,9 @@
 
 A mapping's `megatron_to_hf` runs on index tensors, with the other ranks' shards simulated. What it
 returns says where each element came from: fused, interleaved, transposed, stacked. It runs again
-with coded indices: what is no mere arrangement (a norm with 1 added) then differs. No mapping class
-is known here. One run serves all layers and experts with the same names but for their numbers.
+with coded indices: anything that is not only a rearrangement (a norm with 1 added) then differs. No
+mapping class is known here. One run serves all layers and experts with the same names but for their
+numbers.
 """
 
 from __future__ import annotations
@@ -130,9 +131,9 @@ def _probe(task: Any, state: Mapping[str, torch.Tensor]) -> dict[str, Answer]:
 
 
 def _holds(task: Any, shape: tuple[int, ...], answers: Mapping[str, Answer]) -> bool:
-    """Whether the layouts are what the mapping does to random numbers of the whole shape.
+    """Whether the layouts reproduce what the mapping does to random numbers of the whole shape.
 
-    A few columns do not show what a mapping does at a later one.
+    A probe of a few columns cannot show what a mapping does in later ones.
     """
     data = torch.randint(-(1 << 14), 1 << 14, shape, dtype=torch.int16)
     try:
@@ -220,8 +221,9 @@ def _converted(
 
 
 def _turned(name: str, tensor: torch.Tensor, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """As Bridge 0.6's `_accumulate_grouped_export` turns the stack of all experts' tensors: unless
-    the checkpoint has another shape."""
+    """Transpose the stack of all experts' tensors as Bridge 0.6's `_accumulate_grouped_export`
+    does. A stack that the checkpoint has is transposed only if that gives it the checkpoint's
+    shape."""
     turned = tensor.transpose(-1, -2)
     if name in state:
         shape = state[name].shape[1:]
@@ -230,8 +232,8 @@ def _turned(name: str, tensor: torch.Tensor, state: Mapping[str, torch.Tensor]) 
 
 
 def _detached(mapping: Any) -> Any:
-    """A copy with copies of the mappings inside: what they note stays out of Bridge's collectives,
-    which every rank must enter alike."""
+    """A copy that contains copies of the mappings. What they record then does not reach Bridge's
+    collectives, which every rank must enter in the same way."""
     from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 
     twin = copy.copy(mapping)

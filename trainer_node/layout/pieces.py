@@ -116,8 +116,8 @@ class TrainedParam:
 
     @property
     def counted(self) -> bool:
-        """Whether of all copies over tensor ranks and pipeline stages this is the one that counts
-        (data-parallel ranks aside)."""
+        """Whether this copy is the one to count among those on tensor ranks and pipeline stages.
+        Copies on data-parallel ranks are not told apart."""
         if self.tied and not parallel_state.is_pipeline_first_stage():
             return False
         return self.split or tensor_group(expert=self.expert).rank() == 0

@@ -29,7 +29,7 @@ BLOCK_ELEMENTS = 1 << 22
 
 
 class NotStridedError(Exception):
-    """An HF tensor is no arrangement of the parameter's elements. The text says why."""
+    """An HF tensor is not just a rearrangement of the parameter's elements. The text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +170,14 @@ class Layout:
             columns: of the parameter.
 
         Raises:
-            NotStridedError: the HF matrix' rows are no rows of the parameter.
+            NotStridedError: the HF matrix's rows are not rows of the parameter.
         """
         rows = []
         for piece in sorted(self.of_part(part), key=lambda p: p.box.first_row):
             first = piece.offset + piece.rows.offsets(0, piece.box.rows)
             straight = piece.columns.count == columns and _is_run(piece.columns)
             if not straight or (first % columns).any():
-                raise NotStridedError("its rows are no rows of the parameter")
+                raise NotStridedError("its rows are not rows of the parameter")
             rows.append(first // columns)
         return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
 
@@ -300,8 +300,8 @@ def check(layout: Layout, index: torch.Tensor, numel: int) -> None:
 
 
 def widened(layout: Layout, columns: int, to: int) -> Layout | None:
-    """The layout for a parameter of `to` columns, from one of few; None where columns are more than
-    passed on."""
+    """Extend a layout that was found with a few columns to a parameter of `to` columns. None: the
+    columns are rearranged too."""
     if len(layout.shape) < 2 or layout.shape[-1] % columns:
         return None
     pieces = []

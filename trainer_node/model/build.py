@@ -205,7 +205,7 @@ def _load_weights(bridge: Any, checkpoint: HfCheckpoint, modules: list[Any]) -> 
 
 
 def _check_finite(tasks: Sequence[Any], checkpoint: HfCheckpoint) -> None:
-    """Refuse weights that are no numbers: whatever they touch would be none either.
+    """Refuse weights that are NaN or infinite, because they would spread to every result.
 
     Raises:
         ConfigError: names a tensor.

@@ -92,8 +92,8 @@ class Factors:
         scale: float,
         dtype: torch.dtype,
     ) -> Factors | None:
-        """Pack (A [E, r, I], B [E, O, r]) of each HF linear in the fused order; None where there is
-        none. None: none has any."""
+        """Pack (A [E, r, I], B [E, O, r]) of each HF linear in the fused order; None for a linear
+        without an adapter. Returns None if no linear has one."""
         present = [p for p in pairs if p is not None]
         if not present:
             return None
@@ -447,5 +447,5 @@ def obstacle(config: Any, device: torch.device) -> str | None:
     if device.type != "cpu" and not config.bf16:
         return "they are not in bfloat16"
     if device.type != "cpu" and any(size % STEP for size in sizes):
-        return f"their sizes {sizes} are no multiples of {STEP}"
+        return f"their sizes {sizes} are not multiples of {STEP}"
     return None

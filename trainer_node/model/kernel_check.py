@@ -143,7 +143,7 @@ def _advice() -> str:
 def differences_of(
     layer: Attention, kind: Kind, device: torch.device, *, shares: bool = False
 ) -> list[float]:
-    """Of a layer's output and gradients (NAMES) to torch's, relative to their norms.
+    """Differences of a layer's output and gradients (NAMES) from torch's, relative to their norms.
 
     Args:
         shares: whether the later sequences begin with tokens of the first one (`model.paths`).
@@ -200,8 +200,8 @@ def differences_of(
 def differences(
     kernel: Function, reference: Function, inputs: list[torch.Tensor], slope: torch.Tensor
 ) -> list[float]:
-    """Of a kernel in bf16 to a reference in fp32: output, and the gradient of each input for the
-    output's `slope`, relative to the reference's norm."""
+    """Differences of a bf16 kernel from an fp32 reference, relative to the reference's norm: of the
+    output, and of each input's gradient for the output's `slope`."""
     found = []
     for function, dtype in ((kernel, torch.bfloat16), (reference, torch.float32)):
         leaves = [x.bfloat16().to(dtype).requires_grad_() for x in inputs]

@@ -2,7 +2,8 @@
 
 Megatron's layers keep tensors from one part of a pass to the next: the input of a layer's second
 half, an expert layer's probabilities. If the pass fails in between, such a tensor holds the graph
-of the whole pass, until a later pass replaces it. That one may not have the memory to come so far.
+of the whole pass, until a later pass replaces it. That pass may run out of memory before it gets
+there.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import torch
 
 
 def free_bytes() -> int:
-    """Bytes of the GPU that this process may still take: what nobody has, and what torch holds for
+    """Bytes of the GPU that this process may still take: free memory, and what torch holds for
     later tensors."""
     free, _ = torch.cuda.mem_get_info()
     return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -68,8 +68,8 @@ class HostCopies:
 
     @torch.no_grad()
     def take(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy the storages behind these tensors to the host and empty them; one that is empty is
-        passed over."""
+        """Copy the tensors' storages to the host and empty them. Storages that are already empty
+        are skipped."""
         taken = []
         for group in by_storage(tensors):
             storage = _resizable(group)

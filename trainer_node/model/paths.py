@@ -147,8 +147,9 @@ class _Copied(torch.autograd.Function):
 
 
 def copy_load(provider: Any) -> float:
-    """Memory of a token's keys and values, of what a layer keeps of a token: the inputs of its
-    halves, normed and not, queries, keys, values, what they give, and the gated inner layer."""
+    """Memory of a token's keys and values, as a share of what a layer keeps for a token: the inputs
+    of both halves before and after their norms, queries, keys, values, attention's output, and the
+    gated inner layer."""
     heads, width = provider.num_attention_heads, provider.kv_channels
     copied = 2 * (provider.num_query_groups or heads) * width
     given = 2 * heads * width

@@ -99,8 +99,8 @@ def prepare(provider: Any, bridge: Any, config: TrainerConfig, hf_config: Any) -
 
 
 def fallbacks(provider: Any, config: TrainerConfig) -> dict[str, str]:
-    """Parts of the model whose fast kernels are not to be had on this GPU -> what they do instead,
-    and why."""
+    """Parts of the model whose fast kernels are unavailable on this GPU -> what replaces them, and
+    why."""
     if config.device == "cpu":
         return {}
     found = {
@@ -175,7 +175,7 @@ def _rotary(provider: Any, bridge: Any, hf_config: Any) -> None:
 
 
 def _windows(provider: Any, hf_config: Any) -> None:
-    """Give the layers the windows that HF's config names one by one; Bridge's families have fixed
+    """Give each layer the window that HF's config lists for it. Bridge's families have fixed
     patterns, or none."""
     kinds = getattr(hf_config, "layer_types", None) or []
     is_window = [kind == "sliding_attention" for kind in kinds]
@@ -220,14 +220,15 @@ def _has_delta_nets(provider: Any) -> bool:
 
 
 def settle(model: Any, provider: Any) -> None:
-    """Put right what Bridge 0.6.2 builds otherwise than HF has it.
+    """Correct what Bridge 0.6.2 builds differently from HF.
 
     Every norm gets the config's epsilon: those after Gemma3's projections have TransformerEngine's
     1e-5. A norm over all heads of a tensor-parallel model gets its whole gradient. Sinks, which
     TransformerEngine keeps in fp32 (and converts in each pass), get the model's dtype.
 
     Raises:
-        ConfigError: the logits are more than a product, and `losses` makes them of one.
+        ConfigError: the logits are more than one matrix product, which is all that the trainer
+            computes.
     """
     head = getattr(model, "output_layer", None)
     if head is not None and (type(head) is not ColumnParallelLinear or head.bias is not None):

@@ -30,8 +30,8 @@ def use(model: Model, share: float) -> None:
 
 
 def follow(module: Any) -> None:
-    """Let a model's first stage work with recomputation. Megatron's is reentrant: adapters get
-    gradients only if an input of the layers requires one."""
+    """Make recomputation work in a model's first stage. Megatron's recomputation is reentrant:
+    adapters get gradients only if an input of the layers requires a gradient."""
 
     def require(_module: Any, _args: Any, output: Any) -> Any:
         is_on = module.decoder.config.recompute_granularity == "full"

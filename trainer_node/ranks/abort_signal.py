@@ -39,7 +39,8 @@ class AbortSignal:
     def watching(self, on_abort: Callable[[str], None]) -> Iterator[None]:
         """Call `on_abort` with the first reason that any rank raises during the block.
 
-        Every rank must enter the block, or none. A failure of the block is raised for the others.
+        Every rank must enter the block, or none. If the block fails on one rank, that failure is
+        the reason for the others.
 
         Args:
             on_abort: ends what the block waits for. A thread calls it, at most once.

@@ -90,7 +90,7 @@ def agree(
 
 
 def send_error(failures: Sequence[Failure], own: Exception | None) -> Exception:
-    """What to raise after a join or a send. A rank that another one aborted is no cause."""
+    """What to raise after a join or a send. A rank that another one aborted is not the cause."""
     if own is not None and dist.get_world_size() == 1:
         return own
     causes = [f for f in failures if f.kind != TransferAborted.__name__] or failures[:1]

@@ -208,7 +208,8 @@ def rounding_of(trainer: Trainer, meta: Mapping[str, Any]) -> Rounding:
 
 
 def _other_adapter(trainer: Trainer, saved: Mapping[str, Any] | None) -> PlannedAdapter | None:
-    """Plan an adapter as the checkpoint's. None: the trainer has such a one. A collective.
+    """Plan an adapter as the checkpoint's. None: the trainer's adapter is already of that kind. A
+    collective.
 
     Raises:
         ConfigError: such an adapter does not fit the model.

@@ -169,8 +169,8 @@ def _successions(kinds: list[Any]) -> set[tuple[str, ...]]:
 
 
 def randomize(model: torch.nn.Module) -> None:
-    """Draw every tensor, also those that transformers starts at 0 or 1: a norm, bias, sink or decay
-    that is left out shows."""
+    """Draw every tensor at random, including those that transformers initialises to 0 or 1. A norm,
+    bias, sink or decay that the trainer leaves out then changes the result."""
     biases = [(n, b) for n, b in model.named_buffers() if "bias" in n]
     for name, parameter in [*model.named_parameters(), *biases]:
         values = parameter.data

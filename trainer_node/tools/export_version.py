@@ -33,12 +33,12 @@ def export_version(config: TrainerConfig, version: Path, out: Path, *, device: s
         config: the run's, for any number of ranks.
 
     Raises:
-        ConfigError: the version is no checkpoint of this model, or `out` cannot be written.
+        ConfigError: the version is not a checkpoint of this model, or `out` cannot be written.
     """
     try:
         meta: dict[str, Any] = json.loads((version / "meta.json").read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{version} is no version's checkpoint: {error}") from error
+        raise ConfigError(f"{version} is not a version's checkpoint: {error}") from error
     single = {"device": device, "parallel": {}, "transport": "tcp", "numerics": "adapters"}
     more: dict[str, Any] = {**single, "memory": "resident", "adapter": None}
     more |= {"finetuning_type": meta["finetuning_type"], "loss_modules": ()}

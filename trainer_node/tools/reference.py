@@ -91,8 +91,8 @@ class _SingleExperts(nn.ModuleList):
 
 
 def with_single_experts(model: Any) -> Any:
-    """A model with one module for each expert, named as in checkpoints and adapters; a dense model
-    as it is, and one whose experts are no plain SwiGLU (gpt-oss).
+    """A model with one module for each expert, named as in checkpoints and adapters. Dense models,
+    and models whose experts are not plain SwiGLU (gpt-oss), stay as they are.
 
     transformers 5 stacks a layer's experts in two tensors. PEFT 0.21 then fuses the adapters of
     gate and up, with trainable zeros between them, where it knows the model's type.
@@ -214,8 +214,8 @@ def expert_tokens(model: nn.Module, sequences: Sequence[Sequence[int]]) -> dict[
 def classes(names: Sequence[str], tokens: Mapping[str, int]) -> dict[str, str]:
     """Class of weights -> one of its tensors; classes that the model does not have are left out.
 
-    Of the first layer, but of an expert that of the layer in which it gets the most tokens. Experts
-    without tokens are none.
+    The tensor is from the first layer. An expert's is from the layer in which the expert gets the
+    most tokens. Experts without tokens are left out.
 
     Args:
         tokens: as `expert_tokens`.

@@ -5,8 +5,8 @@
 
 The weights stay as they are between the two, and a step adds up its packs in order. It is therefore
 the same step. A pack begins if at least half of it fits into the rest of the write, because the
-publication waits for a pack that has begun. What is not wanted is dropped, and costs nothing but
-the time of the write.
+publication waits for a pack that has begun. Packs of a batch that does not follow are dropped. They
+cost only time in which the trainer would have waited for the write.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger("splice.trainer")
 LeftS = Callable[[], float | None]
 """Seconds until a write ends; None: not known yet."""
 LEAST_SHARE = 0.5
-"""Of a pack, that must fit into the rest of the write."""
+"""Share of a pack that must fit into the rest of the write."""
 POLL_S = 0.002
 _STOP, _RUN, _BEGIN = 0, 1, 2
 _REFUSALS = frozenset({"BatchError", "ConfigError", "AdapterError"})
@@ -46,8 +46,8 @@ class Ahead:
     Attributes:
         seconds: of the last `while_writing` that went into the next batch.
         taken_s: seconds of the packs that the last `take` gave its job.
-        has_diverged: a pack has failed so that the ranks may be out of step. The process has to end
-            after the present job, which needs no more than the control group.
+        has_diverged: a pack failed in a way that may leave the ranks out of step. The process has
+            to end after the present job, which needs no more than the control group.
     """
 
     def __init__(self, trainer: Trainer, lockstep: Lockstep) -> None:
@@ -163,8 +163,8 @@ class Ahead:
     def take(
         self, message: TrainStep, buffers: Sequence[bytes], link: NodeLink | None
     ) -> Batch | None:
-        """Return the batch if it is this job's and was begun, for the job's first step. Drops
-        another one."""
+        """Return the begun batch for the job's first step, or None if it is not this job's. Any
+        other begun batch is dropped."""
         if link is not None:  # announced too late
             late = link.next_batch
             if (
@@ -192,8 +192,8 @@ class Ahead:
 
 
 def can_begin(message: TrainStep) -> bool:
-    """Whether a batch's packs can run before its job: all are one step's, and the loss needs no
-    other passes."""
+    """Whether a batch's packs can run before its job. The batch must make a single step, and its
+    loss must need no additional passes."""
     size = message.mini_batch_sequences
     is_one_step = size is None or size >= _shape_of(message, "sequence_lengths")
     return is_one_step and not message.loss.needs_reference_passes

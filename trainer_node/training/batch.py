@@ -164,7 +164,7 @@ def check_fits(batch: Batch, longest: int | None, way: str) -> None:
     """Refuse a sequence for which the GPU's memory does not suffice, before anything runs.
 
     Args:
-        longest: tokens of the longest sequence that fits. None: nobody knows.
+        longest: tokens of the longest sequence that fits. None: unknown.
         way: how that one would run.
 
     Raises:

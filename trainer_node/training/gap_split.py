@@ -1,11 +1,11 @@
-"""Splits the gap between the trainer's and the sampler's log-probs: what the merged weights cause,
-and what arithmetic does.
+"""Splits the gap between the trainer's and the sampler's log-probs into two parts: one from merging
+the weights, one from different arithmetic.
 
     |adapters - sampler| <= |adapters - merged weights| + |merged weights - sampler|
 
 All three score the same sampled tokens: the sampler with a version's weights, the trainer with the
-same bits, and the trainer with base and adapters as it learns. In bf16 both terms have the noise of
-rounded activations. If vLLM quantises the weights, the second term has that rounding too.
+same bits, and the trainer with base and adapters, as in training. In bf16 both terms have the noise
+of rounded activations. If vLLM quantises the weights, the second term has that rounding too.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ to nearest 2.6 and 3.4 at a learning rate of 1e-5 (docs/merging.md)."""
 
 
 def is_due(trainer: Trainer, loss: LossSpec) -> bool:
-    """Whether to split a job's gap: its batch was sampled with the present weights. A collective if
-    so."""
+    """Whether to split this job's gap. Its batch must have been sampled with the present weights.
+    All ranks take the same path, and some paths are collectives."""
     config, every = trainer.model.config, trainer.model.config.gap_split_steps
     last = trainer.split_at
     can = (

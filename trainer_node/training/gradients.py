@@ -1,11 +1,11 @@
 """Adds up the gradients of all ranks at a step, and measures them.
 
-Copies and pieces of a gradient over tensor ranks, as in Megatron-Core 0.19's
-`_allreduce_non_tensor_model_parallel_grads`: a column- or row-parallel weight is split; the norms
-and the router are copied, their gradients complete on each rank, because the inputs' gradients of
-the column-parallel linears after them are summed; the q and k norms see this rank's heads only,
-and with sequence parallelism every copy sees this rank's positions only: those gradients are parts,
-to be added.
+Tensor ranks have copies or pieces of a gradient, as in Megatron-Core 0.19's
+`_allreduce_non_tensor_model_parallel_grads`. A column- or row-parallel weight is split. The norms
+and the router are copied. Their gradients are complete on each rank, because the column-parallel
+linears after them sum their inputs' gradients. The q and k norms see only this rank's heads. With
+sequence parallelism every copy sees only this rank's positions. In both of these cases the
+gradients are parts and must be added.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def finalize_gradients(
 ) -> None:
     """Sum gradients over data-parallel ranks, tied embeddings and partial copies; divide once.
 
-    Experts see every token of their expert-data-parallel group; without sequence parallelism each
-    token is there once per tensor rank, hence the division by the tensor size. What expert-tensor
-    ranks have copies of saw their part of the expert's features only.
+    Experts see every token of their expert-data-parallel group. Without sequence parallelism each
+    token is there once per tensor rank, hence the division by the tensor size. A parameter that
+    expert-tensor ranks copy has the gradient of only their part of the expert's features.
     """
     group = tensor_group(expert=False)
     copies_of_tokens = 1 if sequence_parallel else group.size()

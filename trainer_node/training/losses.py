@@ -303,7 +303,7 @@ def kl_to_reference(
         return d_N.square() / 2
     if estimator == "k3":
         return d_N.expm1() - d_N
-    raise ConfigError(f"loss.kl.estimator: {estimator!r} is none of k1, k2, k3")
+    raise ConfigError(f"loss.kl.estimator: {estimator!r} is not k1, k2 or k3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,7 +98,7 @@ class ShardedAdamW:
     @torch.no_grad()
     def step(self, optim: OptimParams, *, factor: torch.Tensor | None) -> None:
         """One AdamW step with the finalised gradients, each first multiplied by `factor`. A
-        collective, after `make_moments`. If it fails, nobody knows the state."""
+        collective, after `make_moments`. If it fails, the state is unknown."""
         for p, master in self.masters:
             master.grad = p.grad if factor is None else p.grad.mul_(factor)
         if self._adam is not None:

@@ -128,7 +128,7 @@ def _model(trainer: Trainer, run: Callable[[int], None]) -> MemoryModel:
     """The line through the peaks of passes of a few sizes. A pass that might not fit is left out.
 
     Args:
-        run: makes a pass over so many tokens.
+        run: makes a pass over this many tokens.
     """
     samples: list[tuple[int, int]] = []
     for tokens in FIRST_PROBES:

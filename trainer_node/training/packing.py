@@ -43,12 +43,11 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Whole sequences laid end to end, then padding, or this rank's chunks of all that; what the
-    losses need is there for the N scored tokens only, on every context-parallel rank for all of
-    them.
+    """Whole sequences laid end to end, then padding, or this rank's chunks of all that. The losses'
+    inputs exist only for the N scored tokens, but for all of those on every context-parallel rank.
 
-    Padding is separate sequences, so that nothing attends to it, and no longer ones than the
-    batch's longest.
+    Padding consists of separate sequences, so that nothing attends to it. None of them is longer
+    than the batch's longest sequence.
     """
 
     tokens_L: torch.Tensor
@@ -378,12 +377,13 @@ def _joined(pieces: Sequence[np.ndarray]) -> np.ndarray:
 def _paths(
     places: Sequence[np.ndarray], own_pieces: Sequence[int], pieces: Sequence[int]
 ) -> dict[str, Any]:
-    """`MicroBatch`'s fields of the paths: of sequences that have tokens of their own, and of
-    padding.
+    """The fields of a `MicroBatch` that describe paths: those of sequences that have their own
+    tokens, and those of padding.
 
     Args:
         places: of each sequence's tokens.
-        own_pieces: tokens that are computed of each; `pieces`: those of the padding after them.
+        own_pieces: number of tokens that are computed for each sequence; `pieces`: for each piece
+            of the padding after them.
     """
     paths = [p for p, n in zip(places, own_pieces, strict=True) if n]
     end = sum(own_pieces)

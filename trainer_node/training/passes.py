@@ -53,7 +53,8 @@ def cut(model: Model, batch: Batch, *, budget: int, most: int | None) -> Packs:
     first asked for.
 
     Args:
-        most: tokens of a pack that fit at most, where prefixes are shared. None: they are not.
+        most: largest number of tokens of a pack that shares prefixes. None: prefixes are not
+            shared.
     """
     parallel = model.config.parallel
     sharing = None

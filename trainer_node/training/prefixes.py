@@ -48,10 +48,10 @@ def bundles(
     Shared tokens are equal, and so are their routed experts, where the batch has these.
 
     Args:
-        budget: most load of a bundle of several sequences that fit into it one by one.
-        most: of one of longer sequences, which need more memory anyway.
-        copy_load: memory of a token's keys and values, of what the whole token takes.
-        parts: packs that must have about equal work at least.
+        budget: largest load of a bundle of several sequences, each of which fits into it.
+        most: largest load of a bundle of longer sequences, which need more memory anyway.
+        copy_load: memory of a token's keys and values, as a share of the whole token's.
+        parts: smallest number of packs, which must have about equal work.
     """
     starts = list(accumulate(batch.lengths, initial=0))
     tokens_T = batch.tokens_T.numpy().astype(">u4")

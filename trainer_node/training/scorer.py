@@ -79,7 +79,7 @@ class Scorer:
         return served.all() if numerics == "served" else served.one_by_one()
 
     def share_of(self, tokens: int) -> float:
-        """Share of the layers that a pack of so many tokens recomputes in its backward pass; the
+        """Share of the layers that a pack of this many tokens recomputes in its backward pass; the
         same on every rank."""
         if self.forced_share is not None:
             return self.forced_share
@@ -100,7 +100,7 @@ class Scorer:
     def _cut(self, batch: Batch) -> Packs:
         budget = self.micro_batch_tokens
         most = None
-        if self.forced_share is None:  # a probe's tokens are no text
+        if self.forced_share is None:  # a probe's tokens are not text
             most = self.bundle_tokens or budget
         packs = passes.cut(self.model, batch, budget=budget, most=most)
         if packs.num_shared and self._must_not_share(batch, packs):
@@ -108,9 +108,12 @@ class Scorer:
         return packs
 
     def _must_not_share(self, batch: Batch, packs: Packs) -> bool:
-        """Whether packs of one length and load do not fit, of which each by itself would. Or layers
-        would run again in a pipeline that replays routing, where they take another pack's; `check`
-        has seen that none does if each sequence is computed."""
+        """Whether the batch must be cut without sharing prefixes.
+
+        Packs that share prefixes have equal length and load, and may not fit although each would by
+        itself. In a pipeline that replays routing, layers that run again would take another pack's
+        experts. `check` has ruled both out for packs that compute each sequence.
+        """
         parallel = self.model.config.parallel
         if batch.routed_experts_T is not None and parallel.pipeline > 1:
             return any(map(self.share_of, packs.loads))

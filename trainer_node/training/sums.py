@@ -56,11 +56,11 @@ class StepSums:
         return normalize_by
 
     def metrics(self, normalize_by: NormalizeBy) -> dict[str, float]:
-        """The true global values: `loss` divided as the gradient is, the others means over loss
-        tokens; 0 without any.
+        """The values over all ranks. `loss` is divided as the gradient is. The others are means
+        over loss tokens, or 0 without any.
 
-        kl_mean is there where a batch had a KL term; the gap to the sampler where a loss takes its
-        log-probs.
+        kl_mean is present if a batch had a KL term, and the gap to the sampler if a loss takes the
+        sampler's log-probs.
         """
         count = self.num_tokens or 1
         metrics = {

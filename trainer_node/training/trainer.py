@@ -68,13 +68,13 @@ class NothingPending(SpliceError, RuntimeError):
 
 @dataclass(slots=True, kw_only=True)
 class Begun:
-    """A batch of which the first packs have run before its job came."""
+    """A batch whose first packs ran before its job came."""
 
     batch: Batch
     loss: LossSpec
     packs: Packs
     reports: list[Any] = field(default_factory=list)
-    """Of the packs that have run."""
+    """Reports of the packs that have run."""
     seconds: float = 0.0
 
     @property
@@ -234,7 +234,7 @@ class Trainer(Scorer):
 
     @property
     def has_room(self) -> bool:
-        """Whether a pack fits into the GPU's free memory, by what the largest pack so far took."""
+        """Whether a pack fits into the GPU's free memory, judged by the largest pack so far."""
         if self.model.device.type != "cuda":
             return True
         largest = max(self._largest_peak, torch.cuda.max_memory_allocated())
@@ -337,8 +337,8 @@ class Trainer(Scorer):
         return metrics
 
     def _round_as_configured(self) -> None:
-        """New weights have no version yet, so they may be rounded otherwise than those that were
-        loaded. The thresholds stay the run's."""
+        """Round as the config says from now on. Loaded weights keep their version's rounding, but
+        new weights have no version yet. The thresholds stay the run's."""
         adapters, mode = self.model.adapters, self.model.config.rounding
         adapters.rounding = replace(adapters.rounding, mode=mode)
 

@@ -101,7 +101,7 @@ def fp8_manifest(manifest: Manifest, fp8: Fp8Weights | None) -> Manifest:
     """The manifest of what is sent: FP8 weights and their scales instead of the matrices. Pure.
 
     Raises:
-        ValueError: a group has a tensor that is no matrix of the manifest.
+        ValueError: a group has a tensor that is not a matrix of the manifest.
     """
     if fp8 is None:
         return manifest

@@ -66,7 +66,7 @@ def config_error(error: ValidationError, *, model: type[BaseModel], source: str)
     """Return what is wrong as a `ConfigError`.
 
     Args:
-        source: the file, or whatever the user knows the values by.
+        source: the file, or another name by which the user knows the values.
     """
     return ConfigError("; ".join(f"{source}: {text}" for text in mistakes(error, model=model)))
 
@@ -142,7 +142,7 @@ def _where(
 ) -> tuple[list[str], type[BaseModel], type[BaseModel] | None]:
     """Return the key's parts, the model that holds the key, and the model that the parent key is.
 
-    Pydantic adds the members of a union to a location; they are no keys and are left out.
+    Pydantic adds the members of a union to a location; they are not keys and are left out.
     """
     parts: list[str] = []
     holder: type[BaseModel] = model

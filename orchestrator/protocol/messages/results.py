@@ -124,7 +124,7 @@ class SaveCheckpointResult(JobResult):
     """Absolute, on the trainer's host."""
     host: str = ""
     pending_batches: int = 0
-    """Number of batches whose gradients are no part of the checkpoint."""
+    """Number of batches whose gradients are not part of the checkpoint."""
 
 
 class AdapterResult(JobResult):

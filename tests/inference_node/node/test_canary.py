@@ -34,7 +34,7 @@ def test_a_poisoned_replica_scores_the_prompt_before_it_is_served(dense: Node) -
     dense.join()
     assert dense.prepare(version).kind == "Completed"
     assert dense.receive(version, tensors)[0].message.kind == "Completed"
-    for _ in range(2):  # and stands still again after it
+    for _ in range(2):  # and stops again after it
         check = new(m.CheckCanary, 60.0, version=version, tokens=tuple(PROMPT))
         scored = dense.router.request(check, timeout_s=70.0)
         assert scored.buffers, scored.message

@@ -29,7 +29,7 @@ from tests.inference_node.shadow_updates import Transfer, open_shadow, phases, s
 
 
 def begin(node: Node, request: m.ReceiveWeights, transfer: Transfer) -> None:
-    """Send the request and wait until the trainer stands still in the middle."""
+    """Send the request and wait until the trainer stalls in the middle."""
     node.router.send(request)
     assert transfer.stalled.wait(20.0)
 

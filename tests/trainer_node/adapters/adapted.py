@@ -46,7 +46,7 @@ LR = 0.5
 
 
 def fill(model: Model) -> None:
-    """Random A and B, that depend on the name alone."""
+    """Random A and B, that depend only on the name."""
     for local in model.adapters.local_matrices():
         seed = sum(map(ord, local.module)) * 2 + (local.matrix == "B")
         generator = torch.Generator().manual_seed(seed)
@@ -181,7 +181,7 @@ def check_served_bits(model: Model, exporter: Exporter, merged: dict[str, torch.
         for p in Bs:
             p.zero_()
         for name, tensor in exporter.merged_tensors():
-            # Rank 0 alone has whole adapters.
+            # Only rank 0 has whole adapters.
             assert dist.get_rank() or torch.equal(tensor, merged[name]), name
         for p, whole in zip(Bs, kept, strict=True):
             p.copy_(whole)

@@ -89,7 +89,7 @@ def compare(ours: dict[Any, torch.Tensor], theirs: dict[Any, torch.Tensor], fami
 
 @pytest.mark.parametrize(("family", "targets"), ONE_RANK)
 def test_adapters_are_pefts(cell: Cell, family: str, targets: str, tmp_path: Path) -> None:
-    """The names are also those of an identity adapter made from config.json alone."""
+    """The names are also those of an identity adapter made only from config.json."""
     result = cell(family, targets)
     check(result, family)
     if targets == ALL:

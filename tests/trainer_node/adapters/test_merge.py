@@ -40,7 +40,7 @@ class TestMerge:
 
     def test_rounds_once(self) -> None:
         """1 + 2^-9 + 2^-9 is representable in bf16 only if the sum is rounded at the end: 2^-9
-        alone would vanish beside 1.
+        alone would vanish next to 1.
         """
         weight = torch.ones(1, 1, dtype=torch.bfloat16)
         d = LoraDelta(lora_A_RI=torch.full((2, 1), 2.0**-9), lora_B_OR=torch.ones(1, 2) * 2)

@@ -162,7 +162,7 @@ def test_no_delta_copies_the_bits(dtype: torch.dtype, rounding: Rounding) -> Non
     zeros, a = torch.zeros(64, 3), torch.randn(3, 96)
     a[:, 0] = 1.0  # its product with 0 is +0, and -0 + 0 would be +0
     assert torch.equal(bits(merged(weight, zeros, a, rounding=rounding)), bits(weight))
-    zeros[1:, 2] = 1.0  # now row 0 alone has no delta
+    zeros[1:, 2] = 1.0  # now only row 0 has no delta
     a[2, 5] = 0.0
     got = merged(weight, zeros, a, rounding=rounding)
     assert torch.equal(bits(got)[0], bits(weight)[0])

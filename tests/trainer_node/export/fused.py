@@ -184,7 +184,7 @@ def chunk_order(manifest: Manifest, weights: Fp8Weights) -> list[list[int]]:
 
 
 class Filling:
-    """The merge alone, as `WireExport` makes it."""
+    """Only the merge, as `WireExport` makes it."""
 
     longest_s = 1.0
 

@@ -318,7 +318,8 @@ def check_failures(
 
 
 def check_agreement(lockstep: Lockstep) -> None:
-    """An act that fails on some rank ends alike on all, and they go on; out of step they do not."""
+    """An act that fails on some rank ends alike on all, and they continue; out of step they do
+    not."""
 
     def outcome(failing: int, error: Exception) -> str:
         try:
@@ -369,7 +370,7 @@ def zero_centred(task, *, on: bool) -> None:
 
 
 def check_streamed(trainer: Trainer) -> None:
-    """Tensors that are no views of parameters: on every send as Bridge converts them then."""
+    """Tensors that are not views of parameters: on every send as Bridge converts them then."""
     tasks = [
         t
         for t in trainer.model.conversion_tasks

@@ -31,7 +31,7 @@ ORDER = [[1, 0], [2, 3, 4]]
 
 
 class Export:
-    """Stands for `Exporter`: yields the tensors, or fails before one of them; counts those that
+    """Stand-in for `Exporter`: yields the tensors, or fails before one of them; counts those that
     were taken.
     """
 

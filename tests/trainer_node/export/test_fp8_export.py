@@ -195,7 +195,7 @@ def test_the_fused_kernels_on_a_gpu() -> None:
 
 @pytest.mark.parametrize("step", ["block", "largest", "round-rows", "round-group"])
 def test_the_fused_kernels_compile_for_an_h200(step: str) -> None:
-    """By Triton's compiler alone: 16-byte loads of W, e4m3 by the hardware, divisions as meant."""
+    """Only by Triton's compiler: 16-byte loads of W, e4m3 by the hardware, divisions as meant."""
     from triton import compile as triton_compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -245,7 +245,7 @@ def test_the_fused_kernels_compile_for_an_h200(step: str) -> None:
 
 
 class Recorded:
-    """Stands for `FusedFp8`: what it was told."""
+    """Stand-in for `FusedFp8`: what it was told."""
 
     def __init__(self) -> None:
         self.told: list[str] = []

@@ -69,7 +69,7 @@ def test_copies_are_sent_by_the_lowest_rank() -> None:
 
 
 def test_where_pieces_lie() -> None:
-    """By hand: 2-byte elements; `norm` (20 bytes) stands first in its chunk, then `row` and
+    """By hand: 2-byte elements; `norm` (20 bytes) comes first in its chunk, then `row` and
     `column` of 48 bytes each.
     """
     specs = [COLUMN, NORM, ROW]

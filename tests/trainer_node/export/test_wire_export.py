@@ -361,7 +361,7 @@ def test_another_rounding_by_the_torch_path() -> None:
 
 def check_pieces(*, by_kernel: bool) -> None:
     """A weight of which the left columns are merged in place and the right ones copied from
-    elsewhere: each writes its own alone.
+    elsewhere: each writes only its own.
     """
     torch.manual_seed(0)
     for dtype, (out, columns, left), offset in (
@@ -490,8 +490,8 @@ def ptx_of(
     ones: Mapping[str, int] = MappingProxyType({}),
     **options: Any,
 ) -> str:
-    """What Triton's compiler alone makes for an H200 of a kernel with these i32 arguments. All but
-    the `ragged` ones are multiples of 16.
+    """What Triton's compiler by itself makes for an H200 of a kernel with these i32 arguments. All
+    but the `ragged` ones are multiples of 16.
     """
     from triton import compile as triton_compile
     from triton.backends.compiler import GPUTarget
@@ -686,7 +686,7 @@ def check_sources(trainer) -> None:
 
 
 def check_changed_part(trainer, exporter) -> None:
-    """The tensors with an adapter alone, in an order of the receiver's: the same bytes as out of
+    """Only the tensors with an adapter, in an order of the receiver's: the same bytes as out of
     the whole.
     """
     part = exporter.manifest().part(exporter.manifest().changed)

@@ -15,7 +15,7 @@ def shuffled_order(count: int, num_chunks: int, seed: int) -> list[list[int]]:
 
 
 def vllm_order(names: Sequence[str]) -> list[list[int]]:
-    """q, k, v; gate, up (of each expert); down: what lies together in vLLM's fused tensors. A chunk
+    """q, k, v; gate, up (of each expert); down: what is adjacent in vLLM's fused tensors. A chunk
     boundary amid a layer's experts.
     """
     index = {name: n for n, name in enumerate(names)}

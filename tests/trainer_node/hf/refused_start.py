@@ -1,5 +1,5 @@
 """Starts a trainer on a folder; the refusal, or a warning in its log, must match a pattern. Without
-one, nothing may be refused or left unread, on so many expert-parallel ranks.
+one, nothing may be refused or left unread, on this many expert-parallel ranks.
 
 python -m tests.trainer_node.hf.refused_start FOLDER PATTERN | RANKS
 """

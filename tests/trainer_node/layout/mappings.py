@@ -154,7 +154,7 @@ class Case:
     shape: tuple[int, ...]
     """Of each rank's shard."""
     why: str | None = None
-    """Part of the reason for which Bridge alone can convert it."""
+    """Part of the reason for which only Bridge can convert it."""
 
     @property
     def name(self) -> str:

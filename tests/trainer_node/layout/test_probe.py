@@ -69,7 +69,7 @@ def rearranged(r: random.Random, index: torch.Tensor) -> torch.Tensor:
 @settings(deadline=None)
 @given(st.integers(0, 10**9))
 def test_any_arrangement_is_found_again(seed: int) -> None:
-    """The pieces give back what they were derived from, and each element stands in one of them."""
+    """The pieces give back what they were derived from, and each element is in one of them."""
     r = random.Random(seed)
     shape, parts = [r.randint(1, 6) for _ in range(r.randint(1, 4))], r.choice([1, 2, 4])
     numel = math.prod(shape)

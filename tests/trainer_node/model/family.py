@@ -154,7 +154,7 @@ def whole(log_probs_LV: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
 def reference(
     folder: Path, *, dtype: torch.dtype = torch.float32, **settings: Any
 ) -> tuple[Any, list[torch.Tensor]]:
-    """transformers' model, and its log-probs of each sequence alone."""
+    """transformers' model, and its log-probs of each sequence by itself."""
     config = transformers.AutoConfig.from_pretrained(folder)
     for name, value in settings.items():
         setattr(config, name, value)

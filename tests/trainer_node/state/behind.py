@@ -302,7 +302,7 @@ def check_crashes_while_remade(bench: Bench, known: list[list[Any]]) -> None:
     assert stop_at > 10
 
 
-# ---------------------------------------------------------------- failures that are no crash
+# ---------------------------------------------------------------- failures that are not a crash
 
 
 def check_lost_moments(bench: Bench, known: list[list[Any]]) -> None:
@@ -443,7 +443,7 @@ def check_mixtures(bench: Bench, known: list[list[Any]]) -> None:
 
 
 def check_waits(bench: Bench, known: list[list[Any]]) -> None:
-    """A step waits for the copy alone, or without a copy for the save; a save for the save before;
+    """A step waits only for the copy, or without a copy for the save; a save for the save before;
     a release for the save.
     """
     go = threading.Event()
@@ -542,7 +542,7 @@ def check_what_has_no_base(bench: Bench, known: list[list[Any]]) -> None:
 
 
 def check_kl_reference_is_gone(bench: Bench, known: list[list[Any]]) -> None:
-    """What the step needs besides the checkpoint can be gone: that is told too."""
+    """What the step needs in addition to the checkpoint can be gone: that is told too."""
     adapter = bench.out / "reference"
     checkpoint.save_adapter(bench.trainer.model, adapter)
     bench.load(1)

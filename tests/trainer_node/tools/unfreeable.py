@@ -16,7 +16,7 @@ from trainer_node.ranks import gpu
 
 
 class Aborts:
-    """Stands for a tensor in use on another stream."""
+    """Stand-in for a tensor in use on another stream."""
 
     def __del__(self) -> None:
         os.write(2, b"this was freed\n")

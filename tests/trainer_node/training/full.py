@@ -199,7 +199,7 @@ def check_bfloat16(model: Path, out: Path) -> None:
 
 
 def remembers_its_packs(trainer: Trainer, folder: Path) -> None:
-    """Measured anew after a restart, a pack's size may differ a little; the checkpoint's counts
+    """Measured again after a restart, a pack's size may differ a little; the checkpoint's counts
     then, but not one of another kind of machine.
     """
     model, saved = trainer.model, trainer.micro_batch_tokens

@@ -381,7 +381,8 @@ def steps_of_a_job(trainer: Trainer, batch: Batch, message: TrainLora) -> tuple[
 
 
 def check_no_signal(trainer: Trainer, batch: Batch) -> None:
-    """A gradient of zeros leaves weights and moments as they are: AdamW's momentum would go on."""
+    """A gradient of zeros leaves weights and moments as they are: AdamW's momentum would
+    continue."""
     spec, optim = LossSpec(name="importance_sampling"), OptimParams(lr=1e-2)
     trainer.train_step(batch, spec, optim)
     before = state(trainer)

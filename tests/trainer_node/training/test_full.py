@@ -105,7 +105,7 @@ def test_two_steps_equal_transformers(name: str, models, chain) -> None:
 
 def check_against(one: Path, other: Path) -> None:
     """Losses, norms, gradients, weights; and what the other resumed from a foreign checkpoint,
-    against going on.
+    against continuing.
     """
     from tests.trainer_node.training.full import OPTIM
 

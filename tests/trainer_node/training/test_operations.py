@@ -204,7 +204,7 @@ def test_one_rank_equals_transformers_and_peft(
 def test_an_identity_adapter_from_the_config_is_what_the_trainer_starts_from(
     name, models, single_operations, tmp_path
 ) -> None:
-    """Made from config.json alone; the same tensors to the bit, and PEFT loads it and changes
+    """Made only from config.json; the same tensors to the bit, and PEFT loads it and changes
     nothing.
     """
     made = single_operations(name) / "identity"

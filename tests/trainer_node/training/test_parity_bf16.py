@@ -1,9 +1,9 @@
 """Parity in bf16 with fp32 masters: topologies against one rank in fp32, on the CPU and, marked
 gpu2 and gpu4, through TransformerEngine and NCCL.
 
-Rounding is most of what differs, so each tolerance is a multiple of what rounding alone does: one
-rank in bf16 against one in fp32, on the CPU in the same run. The errors that the fp32 matrix looks
-for (a sum missing, a part counted twice) are of the order of the values themselves.
+Rounding is most of what differs, so each tolerance is a multiple of what rounding by itself does:
+one rank in bf16 against one in fp32, on the CPU in the same run. The errors that the fp32 matrix
+looks for (a sum missing, a part counted twice) are of the order of the values themselves.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def relative(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 
 @pytest.fixture(scope="session")
 def rounding(models, torchrun, single_parity, tmp_path_factory):
-    """(model, cell) -> what bf16 alone changes, on one rank; made once."""
+    """(model, cell) -> what bf16 by itself changes, on one rank; made once."""
 
     @functools.cache
     def get(model: str, cell: str) -> dict[str, float]:

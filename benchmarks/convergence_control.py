@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from orchestrator.protocol.config import LORA_TARGETS
-from splice.client.batches import group_advantages
+from splice.client.advantages import group_advantages
 from splice.smoke.rollouts import PROMPTS, REWARDS
 
 

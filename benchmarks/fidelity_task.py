@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.fidelity_policy import Forward, Policy, Rows
-from splice.client.batches import group_advantages
+from splice.client.advantages import group_advantages
 
 LARGEST, ANSWER_TOKENS = 20, 6
 PROBLEMS, SAMPLES = 5, 6

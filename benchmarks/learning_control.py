@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.learning_task import Row, Task, reward
-from splice.client.batches import group_advantages
+from splice.client.advantages import group_advantages
 
 Answer = tuple[list[int], list[int]]
 """Prompt ids, answer ids."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from orchestrator.errors import ConfigError
-from splice.client.run_file import RunFile
+from splice.client.run_file import RunFile, stop_command
 from splice.cluster import keys, kubernetes, ray_launcher, slurm, up
 
 Place = Literal["host", "slurm", "ray", "k8s"]
@@ -55,6 +55,11 @@ class Elsewhere:
             raise ConfigError("--dry-run is for --on slurm and --on k8s")
         if self.on == "k8s" and not self.dry_run:
             raise ConfigError("--on k8s writes a manifest and no more: add --dry-run")
+        if up.is_alive(up.read_state(run.run_dir)):
+            raise ConfigError(  # its clients would take the keys that are made here
+                f"the run in {run.run_dir} is up on this host; end it with "
+                f"`{stop_command(run.run_dir)}`, or choose another run_dir"
+            )
         if self.on != "k8s":
             up.refuse_used(run, resume=resume)
         run.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)

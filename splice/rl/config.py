@@ -133,6 +133,13 @@ class LoopSettings(UserInput, Settings):
     keep_samples: int | None = Field(default=200, ge=0)
     """Steps whose samples stay on disk, the newest. None: all. 0: no samples are written."""
 
+    @field_validator("dynamic_sampling", mode="before")
+    @classmethod
+    def _is_no_switch(cls, given: Any) -> Any:
+        if isinstance(given, bool):
+            raise ValueError("it is a number of prompts, such as 4; 0 turns it off")
+        return given
+
     @model_validator(mode="after")
     def _compares(self) -> Self:
         if self.dynamic_sampling and self.group_size == 1:

@@ -36,9 +36,18 @@ def as_reward(given: Any) -> float:
     if isinstance(given, PartedReward):
         return given
     if isinstance(given, Mapping):
-        parts = {str(name): float(value) for name, value in given.items()}
+        parts = {str(name): _number(str(name), value) for name, value in given.items()}
         return PartedReward(sum(parts.values()), parts)
     return float(given)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"the reward's part {name!r} is {value!r:.100}, which is no number"
+        ) from None
 
 
 def parts_of(reward: float) -> dict[str, float]:

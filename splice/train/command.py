@@ -30,13 +30,13 @@ from splice.cluster import up
 from splice.rl import Loop, LoopConfig, Step, decisions, evaluations
 from splice.rl.parts import PartedReward, as_reward, parts_of
 from splice.rl.sampler import Row
-from splice.rl.scoring import Given, Reward, Scoring, score_all
+from splice.rl.scoring import Given, Reward, Scoring, check_scoring, score_all
 from splice.rl.turns import LARGEST_REWARD
 from splice.train import estimate
 from splice.train.data import rows_of
 from splice.train.evaluating import Evaluating, Score, is_overdue
 from splice.train.functions import reward_of
-from splice.train.sections import SftFile, TrainFile
+from splice.train.sections import SFT_LOSS, SftFile, TrainFile
 from splice.train.teaching import Teacher, batch_of, lesson_of
 
 log = logging.getLogger("splice.train")
@@ -71,6 +71,11 @@ def plan(run: TrainFile, folder: Path) -> Plan:
     if not run.trainer.loss_modules:
         check_loss_name(run.loss.name, tuple(LOSS_PARAMETERS))
     is_sft = isinstance(run, SftFile)
+    if run.loss.name == SFT_LOSS and not is_sft:
+        raise ConfigError(
+            f"loss.name: {SFT_LOSS} trains on given answers and ignores rewards. Use `splice sft`, "
+            "or leave [loss] out"
+        )
     rows = rows_of(run.data, folder, table="data")
     if is_sft:
         rows = [lesson_of(row) for row in rows]
@@ -83,12 +88,15 @@ def plan(run: TrainFile, folder: Path) -> Plan:
     _check_room(run)
     steps = run.loop.steps or math.ceil(len(rows) * run.loop.passes / run.loop.groups_per_step)
     own = run.loop.model_dump(exclude={"reward", "passes", "overlong_penalty"}) | {"steps": steps}
+    config = LoopConfig(**own, sampling=run.sampling)
+    if reward is not None and not is_sft:
+        check_scoring(reward, None, config)
     return Plan(
         run=run,
         rows=rows,
         held_out=held_out,
         reward=reward,
-        config=LoopConfig(**own, sampling=run.sampling),
+        config=config,
         steps=steps,
         optim=run.optim.of_step(steps),
     )
@@ -96,15 +104,25 @@ def plan(run: TrainFile, folder: Path) -> Plan:
 
 def _penalised(reward: Reward, penalty: float) -> Reward:
     """The reward, less the penalty for an answer that was cut off."""
+    return partial(_less, reward, penalty)  # can be pickled, for reward_processes
 
-    async def penalised(row: Row, completion: Completion) -> float:
-        given = await asyncio.to_thread(reward, row, completion)
-        value = as_reward(await given if inspect.isawaitable(given) else given)
-        less = penalty * (completion.finish_reason == "length")
-        parts = parts_of(value) and {**parts_of(value), "overlong_penalty": -less}
-        return PartedReward(value - less, parts)
 
-    return penalised
+def _less(
+    reward: Reward, penalty: float, row: Row, completion: Completion
+) -> float | Awaitable[float]:
+    given = reward(row, completion)
+    less = penalty * (completion.finish_reason == "length")
+    return _later(given, less) if inspect.isawaitable(given) else _minus(given, less)
+
+
+async def _later(given: Awaitable[Given], less: float) -> float:
+    return _minus(await given, less)
+
+
+def _minus(given: Given, less: float) -> float:
+    value = as_reward(given)
+    parts = parts_of(value) and {**parts_of(value), "overlong_penalty": -less}
+    return PartedReward(value - less, parts)
 
 
 def _check_room(run: TrainFile) -> None:
@@ -142,6 +160,11 @@ def _call_once(reward: Reward, row: Row) -> None:
         given = reward(row, empty)
         value = as_reward(asyncio.run(_result(given)) if inspect.isawaitable(given) else given)
     except Exception as error:
+        if isinstance(error, KeyError) and error.args and error.args[0] not in row:
+            raise ConfigError(
+                f"loop.reward asks the first row for {error}; the row has the columns "
+                f"{sorted(map(str, row))}"
+            ) from error
         raise ConfigError(
             f"loop.reward fails for the first row and an empty answer: {type(error).__name__}: "
             f"{error}. A model may answer so, so give a number for it"

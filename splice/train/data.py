@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import json
 from collections.abc import Iterable, Mapping
@@ -83,20 +84,27 @@ def _read(path: Path) -> Iterable[Any]:
     try:
         if path.suffix == ".parquet":
             return _parquet(path)
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # spreadsheets write a byte order mark
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from error
     if path.suffix == ".csv":
-        return csv.DictReader(text.splitlines())
+        return csv.DictReader(io.StringIO(text, newline=""))  # a quoted field may have newlines
+    if path.suffix == ".jsonl":  # a string may have other line separators, which splitlines() cuts
+        lines = enumerate(text.split("\n"), 1)
+        return [_decoded(line, f"{path}, line {n},") for n, line in lines if line.strip()]
+    found = _decoded(text, str(path))
+    if not isinstance(found, list):
+        raise ConfigError(f"{path} does not hold a list of rows")
+    return found
+
+
+def _decoded(text: str, where: str) -> Any:
     try:
-        if path.suffix == ".json":
-            found = json.loads(text)
-            if not isinstance(found, list):
-                raise ConfigError(f"{path} does not hold a list of rows")
-            return found
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+        return json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{path} is not {path.suffix[1:].upper()}: {error}") from error
+        raise ConfigError(f"{where} is not JSON: {error}") from error
 
 
 def _parquet(path: Path) -> Iterable[Any]:

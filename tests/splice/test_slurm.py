@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ConfigError
+from orchestrator.processes.identity import identity
 from orchestrator.protocol.topology import check_topology
 from splice.client.run_file import find_run, load, load_as
-from splice.cluster import keys, slurm
+from splice.cluster import keys, slurm, up
 from splice.train.sections import SftFile, TrainFile
 from tests import forked
 from tests.splice.hosts_file import FILE
@@ -178,6 +179,18 @@ def test_a_dry_run_does_not_submit(path, environment, tmp_path):
     shutil.rmtree(path.parent / "keys" / "inference-2")
     done = forked.run(*argv, "--dry-run", env=environment)
     assert done.returncode == 2 and "inference-2 has no key inference.inference-2" in done.stderr
+
+
+def test_nothing_is_made_for_a_run_that_is_up_here(path, environment):
+    """Its clients would take the new keys, which its orchestrator does not know."""
+    run_dir = path.parent / "run"
+    run_dir.mkdir(parents=True)
+    here = {"pid": os.getpid(), "identity": identity(os.getpid()), "phase": "up", "text": "up"}
+    (run_dir / up.STATE).write_text(json.dumps(here))
+    before = sorted(path.parent.rglob("*"))
+    done = forked.run("up", path, "--on", "slurm", "--dry-run", "--resume", env=environment)
+    assert done.returncode == 2 and "is up on this host; end it with" in done.stderr
+    assert sorted(path.parent.rglob("*")) == before
 
 
 def test_a_file_for_one_host_gets_an_endpoint_and_keys(path):

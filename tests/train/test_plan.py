@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,12 @@ async def judged(row, completion):
 
 def number(row, completion):
     return int(completion.text)
+
+def parts(row, completion):
+    return {"right": 1.0, "brief": None}
+
+def other_column(row, completion):
+    return row["solution"]
 
 def endless(row, completion):
     return float("inf")
@@ -125,6 +132,33 @@ def test_other_files(folder: Path, suffix: str) -> None:
     assert planned(folder, f"data.path=rows.{suffix}").rows == planned(folder).rows
 
 
+def test_text_that_spreadsheets_and_dumps_write(folder: Path) -> None:
+    odd = [{"prompt": "a\u2028b"}, {"prompt": "two\nlines"}]
+    (folder / "odd.jsonl").write_text("\n".join(json.dumps(r, ensure_ascii=False) for r in odd))
+    (folder / "odd.csv").write_text('\ufeffprompt\na\u2028b\n"two\nlines"\n')
+    reward = "loop.reward=rewards.py:judged"
+    for name in ("odd.jsonl", "odd.csv"):
+        assert planned(folder, f"data.path={name}", "data.prompt={prompt}", reward).rows == odd
+
+
+def test_files_that_are_no_rows(folder: Path) -> None:
+    (folder / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt":\n')
+    with pytest.raises(ConfigError, match=r"broken.jsonl, line 2, is not JSON"):
+        planned(folder, "data.path=broken.jsonl")
+    (folder / "other.csv").write_bytes(b"\xff\xfep")
+    with pytest.raises(ConfigError, match=r"other.csv is not UTF-8 text"):
+        planned(folder, "data.path=other.csv")
+
+
+def test_a_penalty_runs_in_processes(folder: Path) -> None:
+    made = planned(
+        folder, 'loop={reward="rewards.py:right", overlong_penalty=0.5, reward_processes=2}'
+    )
+    copy = pickle.loads(pickle.dumps(made.reward))
+    cut_off = replace(answer("2"), finish_reason="length")
+    assert copy(made.rows[0], cut_off) == 0.5
+
+
 def test_rows_of_a_function(folder: Path) -> None:
     (folder / "rewards.py").write_text(f"{REWARDS}\ndef rows(): return iter({ROWS})")
     assert planned(folder, "data.path=rewards.py:rows").rows == planned(folder).rows
@@ -173,6 +207,14 @@ def test_rewards_of_trl_coroutines_and_sums(folder: Path, reward: str, value: fl
         ("loop.reward=reward.py:right", "there is no file .*reward.py"),
         ("loop.reward=rewards.py:wright", "no such function; the module has .*right"),
         ("loop.reward=rewards.py:number", "first row and an empty answer: ValueError"),
+        ("loop.reward=rewards.py:parts", "the reward's part 'brief' is None, which is no number"),
+        (
+            "loop.reward=rewards.py:other_column",
+            r"for 'solution'; the row has .*'answer', 'prompt'",
+        ),
+        ('loop={reward="rewards.py:judged", reward_processes=2}', "a coroutine runs in the loop"),
+        ("loop.dynamic_sampling=true", "number of prompts, such as 4"),
+        ("loss.name=cross_entropy", "ignores rewards. Use `splice sft`"),
         ("loop.reward=rewards.py:endless", "gives inf for the first row"),
         ('loop.reward=["rewards.py:right", "rewards.py:brief"]', 'write reward = { "rewards.py:ri'),
         ("loop.learning_rate=1e-5", "loop.learning_rate.*optim"),

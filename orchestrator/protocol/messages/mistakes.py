@@ -106,7 +106,7 @@ def check_loss_name(name: str, known: Sequence[str]) -> None:
     if name not in known:
         raise ConfigError(
             f"loss.name: no loss {name!r}{nearest(name, known) or ';'} there are {sorted(known)} "
-            "(losses of your own: TrainerConfig.loss_modules)"
+            "(losses of your own: trainer.loss_modules)"
         )
 
 

@@ -196,7 +196,8 @@ def test_committed_results_can_be_read_and_drawn(tmp_path):
     assert len(results) >= 3
     for path in results:
         loaded = harness.load(path)
-        assert path.name.startswith(loaded.benchmark + "-")
+        kind = "train-long" if loaded.benchmark == "long" else loaded.benchmark
+        assert path.name.startswith(kind + "-")
         assert printed(harness.print_table, loaded).count("\n") > len(loaded.cases)
     harness.plot(harness.load(results[-1]), tmp_path / "last.png")
     assert (tmp_path / "last.png").stat().st_size > 5000

@@ -302,6 +302,7 @@ def test_init_on_a_login_node_asks_for_the_jobs_gpus(tmp_path, monkeypatch):
     config = {"vocab_size": 8, "num_attention_heads": 8, "max_position_embeddings": 4096}
     (model / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(run_cli, "list_gpus", lambda: ())
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))  # this host may have Slurm
     argv = ["init", str(tmp_path / "a"), "--model", str(model)]
     argv += ["--inference-python", sys.executable]
 

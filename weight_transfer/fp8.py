@@ -35,7 +35,8 @@ def per_tensor(groups_GN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(e4m3 [G, N], fp32 scales [G])."""
     scales_G, inverse_G = scales_of("per_tensor", largest(groups_GN))
     out_GN = torch.empty_like(groups_GN, dtype=torch.float8_e4m3fn)
-    return torch.mul(groups_GN, inverse_G[:, None], out=out_GN), scales_G
+    rounded("per_tensor", groups_GN, inverse_G[:, None], out_GN)
+    return out_GN, scales_G
 
 
 @torch.no_grad()
@@ -43,7 +44,8 @@ def per_channel(rows_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(e4m3 [O, I], fp32 scales [O, 1])."""
     scales_O1 = scales_of("per_channel", largest(rows_OI))[0][:, None]
     out_OI = torch.empty_like(rows_OI, dtype=torch.float8_e4m3fn)
-    return torch.div(rows_OI, scales_O1, out=out_OI), scales_O1
+    rounded("per_channel", rows_OI, scales_O1, out_OI)
+    return out_OI, scales_O1
 
 
 @torch.no_grad()
@@ -69,7 +71,7 @@ def per_block_by_torch(weights_TOI: torch.Tensor) -> tuple[torch.Tensor, torch.T
         blocks, ord=math.inf, dim=(2, 4), keepdim=True, dtype=torch.float32
     )
     scales, inverse = _scales_of_blocks(largest_of_blocks)
-    torch.mul(blocks, inverse, out=out)
+    rounded("per_block", blocks, inverse, out)
     out_TOI = out.view(whole.shape)[:, :height, :width].contiguous()
     return out_TOI, scales.view(count, rows, columns)
 

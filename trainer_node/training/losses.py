@@ -25,6 +25,7 @@ from trainer_node.training.registry import (
     register_loss,
     registered,
 )
+from trainer_node.training.surrogate import clipped
 
 # ---------------------------------------------------------------- a loss is called
 
@@ -99,14 +100,6 @@ def _ratio(
     return (log_probs_N - (sampler_logprobs_N if old_logprobs_N is None else old_logprobs_N)).exp()
 
 
-def _clipped(
-    ratio: torch.Tensor, advantage: torch.Tensor, clip_low: float, clip_high: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`r A`, and the clipped surrogate `min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`."""
-    plain = ratio * advantage
-    return plain, torch.minimum(plain, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
-
-
 @register_loss("cross_entropy")
 def cross_entropy(log_probs_N: torch.Tensor) -> LossOutput:
     """Negative log-likelihood, summed: `-sum_t log p_t`. Supervised fine-tuning (Ouyang et al.
@@ -161,7 +154,7 @@ def ppo(
     dual clip of Ye et al. 2020 (arXiv:1912.09729, section "Dual-clip PPO", there with 3).
     """
     ratio_N = _ratio(log_probs_N, sampler_logprobs_N, old_logprobs_N)
-    plain_N, surrogate_N = _clipped(ratio_N, advantages_N, clip_low, clip_high)
+    plain_N, surrogate_N = clipped(ratio_N, advantages_N, clip_low, clip_high)
     if dual_clip is not None:
         bounded_N = torch.maximum(surrogate_N, dual_clip * advantages_N)
         surrogate_N = torch.where(advantages_N < 0, bounded_N, surrogate_N)
@@ -187,7 +180,7 @@ def grpo(
     is linear in their size.
     """
     ratio_N = _ratio(log_probs_N, sampler_logprobs_N, old_logprobs_N)
-    plain_N, surrogate_N = _clipped(ratio_N, advantages_N, clip_low, clip_high)
+    plain_N, surrogate_N = clipped(ratio_N, advantages_N, clip_low, clip_high)
     return LossOutput(loss=-surrogate_N.sum(), num_clipped=(surrogate_N < plain_N).sum())
 
 
@@ -223,7 +216,7 @@ def truncated_importance_sampling(
     untruncated_N = (old_N - sampler_logprobs_N).exp()
     weight_N = untruncated_N.clamp(max=ratio_cap)
     ratio_N = (log_probs_N - old_N).exp()
-    plain_N, surrogate_N = _clipped(ratio_N, advantages_N, clip_low, clip_high)
+    plain_N, surrogate_N = clipped(ratio_N, advantages_N, clip_low, clip_high)
     clipped_N = (surrogate_N < plain_N) | (untruncated_N > ratio_cap)
     return LossOutput(loss=-(weight_N * surrogate_N).sum(), num_clipped=clipped_N.sum())
 
@@ -276,7 +269,7 @@ def gspo(
     divisor_S = lengths_S.clamp(min=1)
     ratio_S = (zeros_S.index_add(0, sequence_N, log_probs_N - old_N) / divisor_S).exp()
     advantage_S = zeros_S.index_add(0, sequence_N, advantages_N.to(log_probs_N.dtype)) / divisor_S
-    plain_S, surrogate_S = _clipped(ratio_S, advantage_S, clip_low, clip_high)
+    plain_S, surrogate_S = clipped(ratio_S, advantage_S, clip_low, clip_high)
     return LossOutput(
         loss=-surrogate_S.sum(), num_clipped=(lengths_S * (surrogate_S < plain_S)).sum()
     )

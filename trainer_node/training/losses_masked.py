@@ -19,20 +19,7 @@ from __future__ import annotations
 import torch
 
 from trainer_node.training.registry import LossOutput, register_loss
-
-
-def _surrogate(
-    log_probs_N: torch.Tensor,
-    advantages_N: torch.Tensor,
-    old_N: torch.Tensor,
-    clip_low: float,
-    clip_high: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The clipped surrogate, and where it is clipped."""
-    ratio_N = (log_probs_N - old_N).exp()
-    plain_N = ratio_N * advantages_N
-    surrogate_N = torch.minimum(plain_N, ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N)
-    return surrogate_N, surrogate_N < plain_N
+from trainer_node.training.surrogate import clipped
 
 
 def _weighted(
@@ -43,10 +30,14 @@ def _weighted(
     clip_low: float,
     clip_high: float,
 ) -> LossOutput:
-    surrogate_N, clipped_N = _surrogate(log_probs_N, advantages_N, old_N, clip_low, clip_high)
+    ratio_N = (log_probs_N - old_N).exp()
+    plain_N, surrogate_N = clipped(ratio_N, advantages_N, clip_low, clip_high)
     # A weight of 0 leaves out; 0 times an infinite ratio would be no number.
     kept_N = torch.where(weight_N > 0, weight_N * surrogate_N, 0.0)
-    return LossOutput(loss=-kept_N.sum(), num_clipped=(clipped_N | (weight_N == 0)).sum())
+    return LossOutput(
+        loss=-kept_N.sum(),
+        num_clipped=((surrogate_N < plain_N) | (weight_N == 0)).sum(),
+    )
 
 
 def _within(ratio: torch.Tensor, low: float, cap: float) -> torch.Tensor:

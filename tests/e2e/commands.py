@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -45,6 +47,20 @@ def processes_of(folder: Path) -> list[psutil.Process]:
         for process in psutil.process_iter(["cmdline"])
         if any(str(folder) in part for part in process.info["cmdline"] or ())
     ]
+
+
+def kill_all(folder: Path) -> None:
+    """Kill every process of the folder, and those that they start meanwhile; wait until all ended.
+
+    A killed process needs some time to return its memory, and is listed until then.
+    """
+    deadline_s = time.monotonic() + 60
+    while left := processes_of(folder):
+        assert time.monotonic() < deadline_s, left
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        time.sleep(0.2)
 
 
 def free_port() -> int:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import subprocess
 import sys
 import time
 
-import psutil
 import pytest
 
 from splice import OptimParams, SpliceClient
 from splice.rl import Loop, LoopConfig, SamplingConfig, decisions
 from splice.rl.checker import check
-from tests.e2e.commands import processes_of, splice
+from tests.e2e.commands import kill_all, splice
 from tests.e2e.conftest import INFERENCE_PYTHON, ROOT
 from tests.e2e.servers import server_of
 from tests.rl.conftest import tiny_cluster
@@ -70,13 +68,7 @@ def start_loop(run_dir, folder) -> subprocess.Popen:
 def kill_everything(folder, loop: subprocess.Popen) -> None:
     loop.kill()
     loop.wait(10)
-    deadline_s = time.monotonic() + 60
-    while left := processes_of(folder):
-        assert time.monotonic() < deadline_s, left
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        time.sleep(0.2)
+    kill_all(folder)
 
 
 def test_everything_is_killed_and_the_loop_goes_on(models, tmp_path):

@@ -89,7 +89,8 @@ def test_an_orchestrator_that_does_not_answer_is_worth_another_start(tmp_path: P
     done = _run(tmp_path)
     assert (
         done.returncode == os.EX_TEMPFAIL
-        and "is it running" in done.stderr
+        and "no answer yet from the orchestrator at tcp://127.0.0.1:9" in done.stderr
+        and "--resume` starts a stopped one" in done.stderr
         and "Traceback" not in done.stderr
     )
 

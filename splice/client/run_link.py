@@ -354,13 +354,10 @@ class RunLink:
                 continues once it is resumed.
             NodeLost: the orchestrator is gone.
         """
+        # A restarted orchestrator drops messages until it knows this client again. It answers
+        # nothing once it stops.
+        self.status(timeout_s=timeout_s)
         self._is_stopping = True
-        try:
-            # A restarted orchestrator drops messages until it knows this client again.
-            self.status(timeout_s=timeout_s)
-        except BaseException:
-            self._is_stopping = False
-            raise
         self._link.send(StopRun())
 
 

@@ -126,6 +126,19 @@ def test_a_status_asked_for_while_it_is_down_is_answered(killed):
     assert killed.client.status(timeout_s=60).version is None
 
 
+def test_a_client_that_slept_through_a_restart_stops_the_run(killed):
+    """It still has to read that the orchestrator is new. An orchestrator that is told to stop
+    before it is asked for its status may end without an answer.
+    """
+    killed.restart()
+    link, sent = killed.client._link, []
+    assert soon(lambda: link.has_mail, 60)
+    send = link.send
+    link.send = lambda message: sent.append(message.kind) or send(message)
+    killed.client.stop_run()
+    assert sent == ["GetStatus", "StopRun"] and killed.process.wait(30) == 0
+
+
 def test_killed_while_idle_and_in_the_step(killed):
     """The version counter continues, the replica is verified again, and a step that was under way
     is taken once.

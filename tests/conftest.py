@@ -9,6 +9,7 @@ takes more than about 4 s and another test would fail with it in most cases.
 from __future__ import annotations
 
 import os
+import signal
 import zlib
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,6 +19,8 @@ import pytest
 REPO = str(Path(__file__).resolve().parents[1])
 # Processes that splice starts look in no current folder, and some of them import a test's module.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [REPO, os.environ.get("PYTHONPATH")]))
+# A shell's job in the background ignores Ctrl-C, and so would all that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WHOLE = (
     # Wrong versions of the product, each with the tests that must find it: `make mutants`.

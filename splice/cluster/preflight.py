@@ -213,7 +213,8 @@ def check_length(inference: InferenceConfig) -> None:
     if isinstance(own, int) and asked != "auto" and asked > own:
         raise ConfigError(
             f"inference.max_model_len is {asked}, but the model's sequences have at most {own} "
-            '(max_position_embeddings in its config.json); take at most that, or "auto"'
+            '(max_position_embeddings in its config.json); take at most that, or "auto", or '
+            "extend them with YaRN (docs/long-sequences.md)"
         )
 
 

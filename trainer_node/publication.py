@@ -11,6 +11,7 @@ import torch
 
 from orchestrator.errors import ManifestError
 from orchestrator.protocol.messages import (
+    EncodeChanges,
     Fp8Weights,
     LeaveTransferGroup,
     Manifest,
@@ -24,13 +25,14 @@ from orchestrator.protocol.messages import (
 )
 from trainer_node.export import fp8_export, fp8_fused, fp8_steps, wire_export
 from trainer_node.export.bridge_export import BridgeExport, is_manifest_order
+from trainer_node.export.changes import Encoded, Layout, Published, encode
 from trainer_node.export.fp8_export import Fp8Export
 from trainer_node.export.fp8_fused import FusedFp8
 from trainer_node.export.fp8_steps import Fp8Steps
 from trainer_node.export.gather_plan import PartitionError
 from trainer_node.export.merged import Exporter
 from trainer_node.hf import fp8_blocks
-from trainer_node.ranks import heap
+from trainer_node.ranks import heap, objects
 from trainer_node.ranks.lockstep import Lockstep
 from trainer_node.request import NotReady, Outcome, Request
 from trainer_node.state import checkpoint
@@ -56,6 +58,7 @@ class Publication:
         self._trainer, self._model, self._exporter = trainer, trainer.model, exporter
         self._transfer, self._lockstep = transfer, lockstep
         self._has_said_lost = False
+        self._published = Published(self._model)
 
     @property
     def handlers(self) -> dict[type, Callable[[Request[Any]], Outcome]]:
@@ -64,6 +67,7 @@ class Publication:
             PlanPublication: self.plan,
             UseLayout: self.use_layout,
             OpenTransferGroup: self.open_group,
+            EncodeChanges: self.encode,
             SendWeights: self.send,
             LeaveTransferGroup: self.leave_group,
             ReleaseMemory: self.release_memory,
@@ -77,6 +81,7 @@ class Publication:
     def forget_plans(self) -> None:
         """Send nothing before the next plan, because the model has other adapters."""
         self._exporter.forget()
+        self._published.forget_adapters()
         for changed_only in (False, True):
             self._transfer.use_chunks(None, changed_only=changed_only)
 
@@ -141,7 +146,13 @@ class Publication:
         if isinstance(export, str):
             self._transfer.use_chunks(None, changed_only=changed_only)
             return Outcome(result={"why_not": export})
-        chunks = Chunks(manifest=sent, order=order, export=export)
+        reloaded = [c.tensors for c in request.message.layout.chunks if c.kind == "reload"]
+        chunks = Chunks(
+            manifest=sent,
+            order=order,
+            export=export,
+            reloaded=frozenset(index for tensors in reloaded for index in tensors),
+        )
         self._transfer.use_chunks(chunks, changed_only=changed_only)
         heap.free_replaced()  # a plan has some 100,000 objects
         result: dict[str, Any] = {"why_not": None}
@@ -261,12 +272,28 @@ class Publication:
             return self._send(request)
 
     def _send(self, request: Request[SendWeights]) -> Outcome:
-        message, transfer = request.message, self._transfer
-        deadline = time.monotonic() + message.deadline_s
-        chunks = transfer.choose(changed_only=message.changed_only)
+        message, encoded = request.message, self._transfer.encoded
+        self._transfer.encoded = None
+        self._published.forget()
+        if message.elements:
+            outcome = self._send_changes(request, encoded)
+        else:
+            outcome = self._send_tensors(request)
+        if message.remember:
+            self._published.remember(message.version)
+        return outcome
+
+    def _chunks(self, message: SendWeights | EncodeChanges) -> Chunks:
+        chunks = self._transfer.choose(changed_only=message.changed_only)
         if chunks is None:
             what = "a part of the manifest" if message.changed_only else "the manifest"
             raise NotReady(f"no layout of {what} is planned; send UseLayout first")
+        return chunks
+
+    def _send_tensors(self, request: Request[SendWeights]) -> Outcome:
+        message, transfer = request.message, self._transfer
+        deadline = time.monotonic() + message.deadline_s
+        chunks = self._chunks(message)
         export = chunks.export
         with self._lockstep.agree():
             self._check_ready(request)
@@ -289,6 +316,73 @@ class Publication:
             return Outcome()
         report.seconds.update(export.seconds(report.seconds.pop("fill")))
         return self._sent(message, report)
+
+    # ------------------------------------------------------------ changed elements
+
+    def encode(self, request: Request[EncodeChanges]) -> Outcome:
+        """Encode what differs from the version that was sent last, on every rank that sends."""
+        message, began = request.message, time.monotonic()
+        self._transfer.encoded = None
+        chunks = self._chunks(message)
+        export = chunks.export
+        why = self._published.why_not(message.base_version)
+        if not isinstance(export, wire_export.WireExport) or export.gathers:
+            why = "this layout's tensors are not merged where they are sent"
+        whys = objects.all_gather(why, group=self._model.control_group)
+        found = next((text for text in whys if text is not None), None)
+        if found is not None or not isinstance(export, wire_export.WireExport):
+            return Outcome(result={"why_not": found})
+        request.progress("encoding changed elements", version=message.version)
+        with self._lockstep.agree():
+            export.start(limit=time.monotonic() + message.deadline_s)
+        layout = Layout(
+            export=export,
+            manifest=chunks.manifest,
+            order=chunks.order,
+            unsigned=chunks.reloaded,
+            unread=frozenset(message.unread),
+            device=self._model.device,
+        )
+        with self._lockstep.agree():
+            encoded = encode(
+                layout, self._published, version=message.version, most_bytes=message.most_bytes
+            )
+        totals = objects.all_gather(
+            (encoded.nbytes, encoded.elements), group=self._model.control_group
+        )
+        nbytes, elements = (sum(column) for column in zip(*totals, strict=True))
+        result: dict[str, Any] = {"why_not": None, "nbytes": nbytes, "elements": elements}
+        result["seconds"] = {"encode": time.monotonic() - began}
+        if nbytes > message.most_bytes:
+            most = f"at most {message.most_bytes:,} are worth it"
+            result["why_not"] = f"changed elements take {nbytes:,} bytes or more; {most}"
+        else:
+            self._transfer.encoded = encoded
+        return Outcome(result=result)
+
+    def _send_changes(self, request: Request[SendWeights], encoded: Encoded | None) -> Outcome:
+        message = request.message
+        deadline = time.monotonic() + message.deadline_s
+        chunks = self._chunks(message)
+        with self._lockstep.agree():
+            self._check_ready(request)
+            if (
+                encoded is None
+                or encoded.version != message.version
+                or encoded.layout.export is not chunks.export
+            ):
+                raise NotReady(
+                    f"version {message.version} is not encoded; send EncodeChanges first"
+                )
+        assert encoded is not None
+        request.progress("sending", version=message.version)
+        report = self._transfer.send_changes(
+            chunks, encoded, deadline=deadline, agreement=self._lockstep.agree()
+        )
+        self._trainer.steps_since_sent = 0
+        if chunks.steps is not None:
+            torch.distributed.all_reduce(report.digests_N, group=self._model.control_group)
+        return Outcome() if request.link is None else self._sent(message, report)
 
     def _check_ready(self, request: Request[SendWeights]) -> None:
         """On rank 0: whether the request may send, and has groups to send to."""

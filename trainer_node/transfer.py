@@ -17,12 +17,14 @@ import torch.distributed as dist
 from orchestrator.processes.interfaces import address_towards
 from orchestrator.protocol.messages import Manifest, OpenTransferGroup, Rendezvous
 from trainer_node.export.bridge_export import BridgeExport
+from trainer_node.export.changes import Encoded
 from trainer_node.export.fp8_export import Fp8Export
 from trainer_node.export.fp8_steps import Fp8Steps
 from trainer_node.export.wire_export import WireExport
 from trainer_node.ranks import gpu, objects
 from trainer_node.ranks.abort_signal import AbortSignal
 from trainer_node.ranks.lockstep import agree, send_error
+from weight_transfer.changes import send_changes
 from weight_transfer.chunks import ChunkSender, SendReport
 from weight_transfer.edges import Step, Table, in_turn
 from weight_transfer.groups import GroupListener, TransferGroup, open_listener
@@ -44,6 +46,8 @@ class Chunks:
     manifest: Manifest
     order: Sequence[Sequence[int]]
     export: Export
+    reloaded: frozenset[int] = frozenset()
+    """Tensors of the manifest that a replica's own loaders take."""
 
     @property
     def steps(self) -> Sequence[Step] | None:
@@ -75,6 +79,8 @@ class Transfer:
         self._has_sent = False
         """Whether everything was sent since the layouts were planned."""
         self._why_not = NO_GROUP
+        self.encoded: Encoded | None = None
+        """What `EncodeChanges` left for the next send."""
 
     # ------------------------------------------------------------ groups
 
@@ -219,6 +225,7 @@ class Transfer:
 
     def forget_prepared(self) -> None:
         """Trust nothing that was prepared, because the weights may change now."""
+        self.encoded = None
         for chunks in self._chunks.values():
             if isinstance(chunks.export, Fp8Export | Fp8Steps):
                 chunks.export.forget_prepared()
@@ -259,6 +266,34 @@ class Transfer:
             raise
         self._has_sent = True
         return report
+
+    def send_changes(
+        self,
+        chunks: Chunks,
+        encoded: Encoded,
+        *,
+        deadline: float,
+        agreement: AbstractContextManager[None],
+    ) -> SendReport:
+        """Send what was encoded to every group; otherwise as `send`. On ranks that send whole
+        chunks to nobody it only waits for the others."""
+        began = time.monotonic()
+        rank, _ = _rank_and_world_size()
+        try:
+            with agreement, self._watching(chunks):
+                send_changes(
+                    in_turn(self._groups, rank) if chunks.steps is not None or rank == 0 else {},
+                    encoded.buffers,
+                    fill=encoded.layout.filled,
+                    device=self._device,
+                    deadline=deadline,
+                )
+        except BaseException as error:
+            self.close()
+            self._why_not = f"the last transfer failed ({error}); send OpenTransferGroup first"
+            raise
+        seconds = {"total": time.monotonic() - began}
+        return SendReport(digests_N=encoded.digests_N, nbytes=encoded.nbytes, seconds=seconds)
 
     def _watching(self, chunks: Chunks) -> AbstractContextManager[None]:
         """If every rank sends, a rank that fails or is aborted ends the others' sends."""

@@ -44,6 +44,11 @@ class Message:
         """Whether it stands for changes of the old bytes."""
         return self.nbytes < self.delivery.end - self.delivery.begin
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes on the wire to all peers."""
+        return self.nbytes * max(1, len(self.delivery.peers))
+
     def row(self) -> tuple[int, int]:
         """Its row in the table."""
         return self.nbytes, self.crc
@@ -59,6 +64,13 @@ def whole(nbytes: int) -> tuple[Delivery, ...]:
 
 
 # ------------------------------------------------------------ sending
+
+
+def drop_zero_signs(floats_B: torch.Tensor, element_bytes: int) -> None:
+    """Make -0.0 to 0.0 in place: some tensors are read back without the sign of zero."""
+    dtype = {2: torch.int16, 4: torch.int32}[element_bytes]
+    bits = floats_B.view(dtype)
+    bits.masked_fill_(bits == torch.iinfo(dtype).min, 0)
 
 
 def encode_buffer(
@@ -80,7 +92,7 @@ def encode_buffer(
                 crc = zlib.crc32(code)
                 messages.append(Message(delivery=one, nbytes=len(code), crc=crc, body_B=body_B))
                 continue
-        crc = zlib.crc32(new_B[here].cpu().numpy())
+        crc = zlib.crc32(new_B[here].cpu().numpy().data)
         messages.append(Message(delivery=one, nbytes=size, crc=crc))
     return messages, changed
 
@@ -226,7 +238,7 @@ def _receive(
 
 
 def _checked(message: Message, body_B: torch.Tensor) -> Message:
-    if message.nbytes and zlib.crc32(body_B.numpy()) != message.crc:
+    if message.nbytes and zlib.crc32(body_B.numpy().data) != message.crc:
         raise TransferError(
             f"{message.nbytes:,} bytes of an update of changed elements arrived with another "
             "checksum; none of it is used, and the next update brings everything"
@@ -244,6 +256,6 @@ def restore(messages: Sequence[Message], buffer_B: torch.Tensor) -> None:
         here_B = buffer_B[message.delivery.begin : message.delivery.end]
         assert message.body_B is not None
         if message.is_code:
-            delta.apply(message.body_B.numpy(), here_B)
+            delta.apply(message.body_B.numpy().data, here_B)
         else:
             here_B.copy_(message.body_B)

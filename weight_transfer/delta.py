@@ -71,7 +71,7 @@ def encode(old_B: torch.Tensor, new_B: torch.Tensor, *, word_bytes: int) -> tupl
     return b"".join((head, *streams)), count
 
 
-def apply(code: bytes | memoryview | _Bytes, buffer_B: torch.Tensor) -> int:
+def apply(code: bytes | memoryview, buffer_B: torch.Tensor) -> int:
     """Change the words that the code names; returns their number.
 
     Raises:
@@ -138,7 +138,7 @@ def _lengths(symbols: _Bytes, count: int) -> npt.NDArray[np.int64]:
     ends_C = np.flatnonzero(symbols != ESCAPE)
     if len(ends_C) != count or ends_C[-1] + 1 != len(symbols):
         raise ValueError("its gaps are not as many as its changes")
-    return ESCAPE * np.diff(ends_C, prepend=-1) - ESCAPE + symbols[ends_C]
+    return np.asarray(ESCAPE * (np.diff(ends_C, prepend=-1) - 1) + symbols[ends_C], np.int64)
 
 
 def _pack(symbols: _Bytes) -> bytes:
@@ -153,7 +153,7 @@ def _segments(symbols: _Bytes) -> Iterator[_Bytes]:
 
 def _compress(symbols: _Bytes) -> bytes:
     packer = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
-    return packer.compress(symbols) + packer.flush()
+    return packer.compress(symbols.data) + packer.flush()
 
 
 def _unpack(packed: memoryview, count: int) -> _Bytes:

@@ -108,7 +108,7 @@ def send_changes(
     """Send the table and every message to every group.
 
     Args:
-        fill: returns the new bytes of a buffer of which a message is no code.
+        fill: returns the new bytes of a buffer of which a message has no body.
         deadline: `time.monotonic()` at which the last message must have left.
 
     Raises:
@@ -125,8 +125,8 @@ def send_changes(
     ] or [(Delivery(peers=(), begin=0, end=0), everything)]
     _send(groups, [(d, _table(rows).to(device)) for d, rows in tables if rows], deadline)
     for k, messages in enumerate(buffers):
-        has_raw = any(not m.is_code for m in messages)
-        whole_B = fill(k) if has_raw else torch.empty(0, dtype=torch.uint8)
+        is_filled = any(m.body_B is None for m in messages)
+        whole_B = fill(k) if is_filled else torch.empty(0, dtype=torch.uint8)
         bodies = [
             (m.delivery, whole_B[m.delivery.begin : m.delivery.end])
             if m.body_B is None

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.errors import PublicationError
 from orchestrator.protocol.messages import EncodeChanges, ErrorCode, Resync
 from orchestrator.publication.choice import Rates, choose, remembers
+from orchestrator.publication.ledger import Ledger
+from orchestrator.publication.state import State
 from tests.orchestrator.changing import CHANGING, PART, start, train
 from tests.orchestrator.fake_nodes import soon
 from tests.orchestrator.run import Run
+from tests.orchestrator.virtual import MemoryJournal
 
 
 @pytest.fixture(params=["in_place", "shadow"])
@@ -157,3 +161,49 @@ def test_a_small_transfer_says_nothing_about_the_link():
     found = rates(link=1e9)
     found.sent(1000, 1.0)
     assert found.link == 1e9
+
+
+# ------------------------------------------------------------ the ledger
+
+
+@pytest.fixture
+def ledger():
+    """@0 is served by two replicas, and this trainer sent it."""
+    found = Ledger(MemoryJournal())
+    for state in (State.PLANNED, State.DURABLE, State.PAUSED, State.APPLYING):
+        found.step(state, 0)
+    for state in (State.FINISHED, State.VERIFIED, State.COMMITTED):
+        found.step(state, 0)
+    held = {"one": "life 1", "other": "life 2"}
+    found.committed(0, holding=held, trainer="trainer 1", is_full=True, unread=["packed"])
+    return found
+
+
+def may(ledger, version=1, *, trainer="trainer 1", **lives):
+    return ledger.may_send_elements(version, lives=lives, trainer=trainer)
+
+
+def test_elements_need_the_same_lives_the_same_trainer_and_the_next_version(ledger):
+    assert may(ledger, one="life 1", other="life 2") and may(ledger, one="life 1")
+    assert not may(ledger, one="life 1", other="life 3")
+    assert not may(ledger, one="life 1", third="life 1")
+    assert not may(ledger, one="life 1", trainer="trainer 2")
+    assert not may(ledger, 0, one="life 1")
+
+
+def test_after_any_failure_the_trainer_may_remember_another_version(ledger):
+    failed = PublicationError("any")
+    ledger.failed(1, failed, failed_in=State.PLANNED, left=State.IDLE, lost=())
+    assert ledger.version == 0 and not may(ledger, one="life 1", other="life 2")
+
+
+def test_what_cannot_be_read_is_remembered_until_everything_is_sent_again(ledger):
+    def committed(version, **more):
+        ledger.state = State.COMMITTED
+        ledger.committed(version, holding={}, trainer="t", **more)
+        return ledger.unread
+
+    assert ledger.unread == {"packed"}
+    assert committed(1, is_full=False, unread=None) == {"packed"}
+    assert committed(2, is_full=False, unread=["more"]) == {"packed", "more"}
+    assert committed(3, is_full=True, unread=[]) == set()

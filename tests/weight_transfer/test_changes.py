@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from orchestrator.errors import TransferAborted, TransferError, TransferTimeout
-from tests.weight_transfer.test_delta import random_bytes, seeded
-from tests.weight_transfer.test_senders import Ends
+from tests.weight_transfer.random_bits import random_bytes, seeded
+from tests.weight_transfer.senders import Ends
 from weight_transfer import changes
 from weight_transfer.edges import Delivery
 from weight_transfer.groups import TransferGroup, join_tcp, open_listener

@@ -10,15 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.errors import TransferError
+from tests.weight_transfer.random_bits import random_bytes, seeded
 from weight_transfer import delta
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def random_bytes(count: int, seed: int) -> torch.Tensor:
-    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=seeded(seed))
 
 
 def check(old_B: torch.Tensor, new_B: torch.Tensor, word_bytes: int) -> bytes:

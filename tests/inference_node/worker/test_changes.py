@@ -9,16 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from inference_node.worker import chunk_plan
 from inference_node.worker.direct import DirectReceiver
 from orchestrator.errors import TransferError
 from orchestrator.protocol.messages import Manifest
 from tests.inference_node.two_workers import CPU, Replica
-from tests.inference_node.worker.test_direct import (  # noqa: F401 - `moe` is a fixture
-    moe,
-    plan_layout,
-    spec,
-)
-from tests.inference_node.worker.test_received_edges import (
+from tests.inference_node.worker.experts_layer import moe_layer, plan_layout, spec
+from tests.inference_node.worker.planned_edges import (
     SENDERS,
     WORKERS,
     Ends,
@@ -28,6 +25,13 @@ from tests.inference_node.worker.test_received_edges import (
 )
 from weight_transfer import changes, edges
 from weight_transfer.digest import tensor_digest
+
+
+@pytest.fixture
+def moe(monkeypatch):
+    """See `moe_layer`; its runs of this size are large."""
+    monkeypatch.setattr(chunk_plan, "SMALL_BYTES", 64)
+    return moe_layer()
 
 
 def moved(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
@@ -172,7 +176,7 @@ def test_one_broadcast_to_workers_with_parts() -> None:
 
 
 @pytest.mark.parametrize("is_widened", [False, True])
-def test_in_place_and_widened(moe, is_widened: bool) -> None:  # noqa: F811
+def test_in_place_and_widened(moe, is_widened: bool) -> None:
     """Experts arrive in place; the norm is staged, and may be kept in a wider dtype."""
     manifest, plan, live = moe
     if is_widened:
@@ -201,7 +205,7 @@ def test_in_place_and_widened(moe, is_widened: bool) -> None:  # noqa: F811
         assert same_bits(there.to(new[region.name].dtype), new[region.name]), region.name
 
 
-def test_a_tensor_that_cannot_be_read_is_named(moe) -> None:  # noqa: F811
+def test_a_tensor_that_cannot_be_read_is_named(moe) -> None:
     manifest, plan, live = moe
     live["experts", "w2"] = "packed"
     layout = plan_layout(plan, manifest, live)

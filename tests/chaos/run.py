@@ -176,7 +176,11 @@ class Run:
                 "ready_timeout_s": 120.0 / pace,
                 "train_timeout_s": 120.0 / pace,
             },
-            publication={"mode": settings.mode, "send": settings.send, **{k: s / pace for k, s in WAITS_S.items()}},
+            publication={
+                "mode": settings.mode,
+                "send": settings.send,
+                **{k: s / pace for k, s in WAITS_S.items()},
+            },
         )
 
     def _process(self, name: str) -> Process:

@@ -9,15 +9,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from orchestrator.processes.interfaces import address_towards
 from orchestrator.protocol.messages import Manifest, OpenTransferGroup, Rendezvous
-from trainer_node.export.bridge_export import BridgeExport
-from trainer_node.export.changes import Encoded
+from trainer_node.export.changes import Encoded, Export
 from trainer_node.export.fp8_export import Fp8Export
 from trainer_node.export.fp8_steps import Fp8Steps
 from trainer_node.export.wire_export import WireExport
@@ -25,13 +24,11 @@ from trainer_node.ranks import gpu, objects
 from trainer_node.ranks.abort_signal import AbortSignal
 from trainer_node.ranks.lockstep import agree, send_error
 from weight_transfer.changes import send_changes
-from weight_transfer.chunks import ChunkSender, SendReport
+from weight_transfer.chunks import ChunkSender, Fill, SendReport
 from weight_transfer.edges import Step, Table, in_turn
 from weight_transfer.groups import GroupListener, TransferGroup, open_listener
 
 log = logging.getLogger("splice.trainer")
-Export: TypeAlias = WireExport | BridgeExport | Fp8Export | Fp8Steps
-"""What fills the chunks of an update."""
 OTHERS_S = 5.0
 """Seconds that the other ranks wait longer for workers than rank 0. Workers join rank 0 first, so
 its error names the one that is missing, and ends the others' joins. It is less than the
@@ -195,6 +192,11 @@ class Transfer:
         if chunks is not None:
             self._chunks[changed_only] = chunks
 
+    @property
+    def has_part(self) -> bool:
+        """Whether a partial update is planned."""
+        return True in self._chunks
+
     def choose(self, *, changed_only: bool) -> Chunks | None:
         """Return the planned chunks of this kind of update. Frees the buffers of the other kind."""
         if changed_only != self._changed_only:
@@ -242,13 +244,19 @@ class Transfer:
     # ------------------------------------------------------------ a send
 
     def send(
-        self, chunks: Chunks, *, deadline: float, agreement: AbstractContextManager[None]
+        self,
+        chunks: Chunks,
+        *,
+        deadline: float,
+        agreement: AbstractContextManager[None],
+        on_filled: Fill | None = None,
     ) -> SendReport:
         """Send the chunks to every group, and receive all that the other ranks contribute.
 
         After a failure on any rank, the groups are closed.
 
         Args:
+            on_filled: as in `ChunkSender.send`.
             deadline: `time.monotonic()` at which the last chunk must have left.
             agreement: `Lockstep.agree`, so that every rank learns of a failure.
         """
@@ -256,7 +264,9 @@ class Transfer:
             with agreement, self._watching(chunks):
                 try:
                     sender = self._sender_of(chunks)
-                    report = sender.send(deadline_s=deadline - time.monotonic())
+                    report = sender.send(
+                        deadline_s=deadline - time.monotonic(), on_filled=on_filled
+                    )
                 finally:
                     chunks.export.drain()
         except BaseException as error:
@@ -284,7 +294,7 @@ class Transfer:
                 send_changes(
                     in_turn(self._groups, rank) if chunks.steps is not None or rank == 0 else {},
                     encoded.buffers,
-                    fill=encoded.layout.filled,
+                    fill=encoded.fill,
                     device=self._device,
                     deadline=deadline,
                 )

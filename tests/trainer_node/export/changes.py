@@ -32,6 +32,7 @@ def main() -> None:
     for model in map(Path, sys.argv[1:]):
         for dtype in ("bfloat16", "float32"):
             check(model, dtype)
+    check_kept_buffers(Path(sys.argv[1]))
 
 
 def check(model: Path, dtype: str) -> None:
@@ -40,8 +41,7 @@ def check(model: Path, dtype: str) -> None:
     manifest = Exporter(trainer.model).manifest()
     part = manifest.part(manifest.changed or ())
     names = [spec.name for spec in manifest.tensors]
-    published = Published(trainer.model)
-    assert published.why_not(0) == "the trainer does not remember version 0"
+    published = Published(trainer.model, most_bytes=0)
     for sent, order in (
         (manifest, vllm_order(names)),
         (part, shuffled_order(len(part.tensors), 3, seed=1)),
@@ -49,6 +49,7 @@ def check(model: Path, dtype: str) -> None:
         export = WireExport(trainer.model, sent, order)
         layout = Layout(
             export=export,
+            steps=None,
             manifest=sent,
             order=order,
             unsigned=frozenset(),
@@ -57,9 +58,9 @@ def check(model: Path, dtype: str) -> None:
         )
         live = filled(layout)
         for version in (0, 1):
-            published.remember(version)
-            assert published.why_not(version) is None
-            assert published.why_not(version + 1) is not None
+            published.remember(version, None)
+            assert published.why_not(version, layout) is None
+            assert published.why_not(version + 1, layout) is not None
             move(trainer, STEP)
             if version == 1:  # what was sent keeps its own rounding
                 trainer.model.adapters.rounding = Rounding(seed=123)
@@ -69,14 +70,52 @@ def check(model: Path, dtype: str) -> None:
         check_small_and_large_changes(trainer, layout, published, dtype)
         check_what_is_not_read(layout, published)
     published.forget_adapters()
-    assert published.why_not(1) is not None
+    assert published.why_not(8, layout) == "the trainer does not remember version 8"
+    assert not published.keeps(layout)
     trainer.model.close()
 
 
 def move(trainer: Trainer, by: float) -> None:
     """Change every adapter a little, in place as an optimizer does."""
     for trained in trainer.model.params:
-        trained.param.data.add_(by * torch.randn_like(trained.param))
+        trained.param.data.add_((by * torch.randn(trained.param.shape)).to(trained.param.dtype))
+
+
+def check_kept_buffers(model: Path) -> None:
+    """Full parameters have no adapters, so the trainer keeps what it sends."""
+    trainer = make_trainer(model, 1, 1, 1, dtype="bfloat16", finetuning_type="full")
+    manifest = Exporter(trainer.model).manifest()
+    order = vllm_order([spec.name for spec in manifest.tensors])
+    layout = Layout(
+        export=WireExport(trainer.model, manifest, order),
+        steps=None,
+        manifest=manifest,
+        order=order,
+        unsigned=frozenset(),
+        unread=frozenset(),
+        device=torch.device("cpu"),
+    )
+    short = Published(trainer.model, most_bytes=manifest.nbytes - 1)
+    why = short.why_not(0, layout)
+    assert not short.keeps(layout) and why is not None and "trainer.remember_bytes" in why
+    published = Published(trainer.model, most_bytes=manifest.nbytes)
+    assert published.keeps(layout)
+    live = filled(layout)
+    for k, buffer_B in enumerate(live):
+        published.keep(k, buffer_B)
+    for version in (0, 1):
+        published.remember(version, layout.export)
+        assert published.why_not(version, layout) is None
+        move(trainer, 1e-4)
+        encoded = encode(layout, published, version=version + 1, most_bytes=EVERYTHING)
+        # Until they are sent, nobody has the bytes that are kept now.
+        assert published.why_not(version, layout) is not None
+        check_restored(layout, live, encoded)
+        live = filled(layout)
+        assert all(torch.equal(encoded.fill(k), live[k]) for k in range(layout.count))
+    published.remember(2, None)
+    assert published.why_not(2, layout) is not None
+    trainer.model.close()
 
 
 def filled(layout: Layout) -> list[torch.Tensor]:
@@ -110,7 +149,7 @@ def views(layout: Layout, k: int, buffer_B: torch.Tensor) -> list[torch.Tensor]:
 def check_small_and_large_changes(
     trainer: Trainer, layout: Layout, published: Published, dtype: str
 ) -> None:
-    published.remember(7)
+    published.remember(7, None)
     encoded = encode(layout, published, version=8, most_bytes=EVERYTHING)
     assert (encoded.nbytes, encoded.elements) == (0, 0)
     move(trainer, 1e-6)
@@ -126,7 +165,7 @@ def check_small_and_large_changes(
 
 def check_what_is_not_read(layout: Layout, published: Published) -> None:
     """A buffer with a tensor that is not read travels as it is."""
-    published.remember(8)
+    published.remember(8, None)
     index = layout.order[0][0]
     unread = encode(
         replace(layout, unread=frozenset({index})), published, version=9, most_bytes=EVERYTHING

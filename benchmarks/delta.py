@@ -133,10 +133,6 @@ def _bytes(model: Path, device: str, steps: int) -> Iterator[Case]:
 
 
 def _measure(model: Path, device: str, steps: int) -> dict[str, Any]:
-    from trainer_node.export.changes import Layout, Published, encode
-    from trainer_node.export.merged import Exporter
-    from trainer_node.export.wire_export import WireExport
-    from trainer_node.training import steps as training
     from trainer_node.training.start import start
 
     config = TrainerConfig(
@@ -146,6 +142,12 @@ def _measure(model: Path, device: str, steps: int) -> dict[str, Any]:
         lora=LoraConfig(rank=clusters.RANK, alpha=2 * clusters.RANK),
     )
     trainer = start(config)
+    # Late: on a CPU, Megatron can be imported only after `start` has applied the shims.
+    from trainer_node.export.changes import Layout, Published, encode
+    from trainer_node.export.merged import Exporter
+    from trainer_node.export.wire_export import WireExport
+    from trainer_node.training import steps as training
+
     manifest = Exporter(trainer.model).manifest()
     part = manifest.part(manifest.changed or ())
     order = _order(part)

@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from inference_node.shared.watchdog import Watchdog
 from inference_node.worker import chunk_plan
 from inference_node.worker.direct import DirectReceiver
+from inference_node.worker.shadow import Arrived, Shadow
 from orchestrator.errors import TransferError
 from orchestrator.protocol.messages import Manifest
 from tests.inference_node.two_workers import CPU, Replica
@@ -79,6 +81,29 @@ def unsigned(tensor: torch.Tensor) -> torch.Tensor:
     return fresh
 
 
+def encoded_steps(
+    planned: Planned, ends: Ends, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]
+) -> list[list[list[changes.Message]]]:
+    """The messages of each rank's steps."""
+    replica, buffers = planned.replica, []
+    reloaded = {replica.manifest.tensors[i].name for i in replica.reload}
+    assert reloaded == {"o"}
+    for rank in range(SENDERS):
+        steps = edges.steps_of_rank(planned.plan, rank, planned.specs)
+        sender, mine = planned.sender(rank, ends.senders[rank]), []
+        for k, step in enumerate(steps):
+            pair = []
+            for weights in (old | {n: unsigned(old[n]) for n in reloaded}, new):
+                replica.weights = weights
+                buffer_B = torch.zeros(step.nbytes, dtype=torch.uint8)
+                sender._fill(k, buffer_B)
+                pair.append(buffer_B)
+            messages, _ = changes.encode_buffer(*pair, step.deliveries, word_bytes=2)
+            mine.append(with_bodies(messages, pair[1]))
+        buffers.append(mine)
+    return buffers
+
+
 def test_two_ranks_to_two_workers() -> None:
     planned = Planned(packed_layers=("o",))
     replica = planned.replica
@@ -90,23 +115,7 @@ def test_two_ranks_to_two_workers() -> None:
             future.result(40.0)
         old = {n: t.clone() for n, t in replica.weights.items()}
         new = moved(old, seed=1)
-        reloaded = {replica.manifest.tensors[i].name for i in replica.reload}
-        assert reloaded == {"o"}
-        buffers = []
-        for rank in range(SENDERS):
-            steps = edges.steps_of_rank(planned.plan, rank, planned.specs)
-            sender = planned.sender(rank, ends.senders[rank])
-            mine = []
-            for k, step in enumerate(steps):
-                pair = []
-                for weights in (old | {n: unsigned(old[n]) for n in reloaded}, new):
-                    replica.weights = weights
-                    buffer_B = torch.zeros(step.nbytes, dtype=torch.uint8)
-                    sender._fill(k, buffer_B)
-                    pair.append(buffer_B)
-                messages, _ = changes.encode_buffer(*pair, step.deliveries, word_bytes=2)
-                mine.append(with_bodies(messages, pair[1]))
-            buffers.append(mine)
+        buffers = encoded_steps(planned, ends, old, new)
         codes = [m.is_code for mine in buffers for messages in mine for m in messages]
         assert any(codes)
         until = time.monotonic() + 20.0
@@ -217,3 +226,76 @@ def test_a_tensor_that_cannot_be_read_is_named(moe) -> None:
     arrived = [encoded(manifest, c, old, new) for c in layout.chunks]
     with pytest.raises(TransferError, match=r"0\.gate cannot be read back.*brings it whole"):
         receiver.apply_changes(arrived, {}, load=lambda t: None, on_written=lambda n: None)
+
+
+def arrival(shadow: Shadow) -> Arrived:
+    """What has come, once it has."""
+    until = time.monotonic() + 30.0
+    while (found := shadow.poll()) is None:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return found
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_shadow_memory_keeps_messages_as_they_came(dies: bool) -> None:
+    """Nothing live changes before all of them are there, and none is used if a rank dies."""
+    planned = Planned(packed_layers=("o",))
+    replica = planned.replica
+    old = {n: t.clone() for n, t in replica.weights.items()}
+    new = moved(old, seed=5)
+    for worker in replica.workers:
+        for key, tensor in worker.expected(old).items():
+            worker.live[key].copy_(tensor)
+    before = [{k: t.clone() for k, t in w.live.items()} for w in replica.workers]
+    watchdog, shadows = Watchdog(None), []
+    try:
+        with Ends() as ends:
+            buffers = encoded_steps(planned, ends, old, new)
+            for w, receiver in enumerate(replica.receivers):
+                shadow = Shadow(
+                    manifest=replica.manifest,
+                    chunks=replica.chunks,
+                    device=CPU,
+                    stream=None,
+                    elements=receiver.deliveries(),
+                )
+                shadow.start(group=ends.workers[w], watchdog=watchdog, update_id="u", deadline_s=20)
+                shadows.append(shadow)
+            sending = [
+                ends.pool.submit(
+                    changes.send_changes,
+                    {"r": ends.senders[rank]},
+                    buffers[rank] if not (dies and rank) else buffers[rank][:1],
+                    fill=lambda k: pytest.fail("every body is there"),
+                    device=CPU,
+                    deadline=time.monotonic() + 20.0,
+                )
+                for rank in range(SENDERS)
+            ]
+            if dies:
+                with pytest.raises(TransferError):
+                    sending[1].result(30.0)
+                ends.senders[1].close()
+            for w, shadow in enumerate(shadows):
+                if dies:
+                    with pytest.raises(TransferError):
+                        arrival(shadow)
+                    assert shadow.changes is None
+                else:
+                    assert arrival(shadow).digests == [] and shadow.is_whole
+                live = replica.workers[w].live
+                assert all(same_bits(live[k], t) for k, t in before[w].items())
+            for w, shadow in enumerate(() if dies else shadows):
+                assert shadow.changes is not None
+                replica.receivers[w].apply_changes(
+                    shadow.changes,
+                    {"o": old["o"].clone()},
+                    load=lambda t: None,
+                    on_written=lambda n: None,
+                )
+                wanted, live = replica.workers[w].expected(new), replica.workers[w].live
+                assert all(same_bits(live[k], t) for k, t in wanted.items() if k[0] != "o")
+            assert all(shadow.close() for shadow in shadows)
+    finally:
+        watchdog.close()

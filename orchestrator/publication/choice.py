@@ -1,7 +1,7 @@
 """Whether an update travels as whole tensors or as changed elements. Pure, but for the rates kept.
 
-Whole tensors take their bytes over the link's rate. Changed elements take the encoding, and then
-fewer bytes. Over a fast link the encoding alone takes longer, so nothing changes there.
+Whole tensors take their bytes over the link's rate. Changed elements take the coding at both ends,
+and then fewer bytes. Over a fast link the coding alone takes longer, so nothing changes there.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ LEAST_S = 1.0
 """An update that takes less time as whole tensors stays as it is."""
 GAIN = 0.8
 """Changed elements must take at most this share of the time, or of the bytes."""
-FIRST_ENCODING = 5e10
-"""Bytes a second assumed before the first encoding: optimistic, so that it is measured once."""
+FIRST_CODING = 5e10
+"""Bytes a second assumed before the first coding: optimistic, so that it is measured once."""
 FIRST_SHARE = 0.25
-"""Encoded bytes for each byte of whole tensors, assumed before the first encoding."""
+"""Encoded bytes for each byte of whole tensors, assumed before the first coding."""
 KEPT = 5
-LEAST_BYTES = 2**24
-"""A smaller transfer says little about the link."""
 
 
 @dataclass(slots=True)
@@ -30,17 +28,17 @@ class Rates:
     """What the last publications took. A median of a few: one slow transfer decides nothing."""
 
     _link: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
-    _encoding: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    _coding: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     _share: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def sent(self, nbytes: int, seconds: float) -> None:
-        """Note a transfer."""
-        if nbytes >= LEAST_BYTES or not self._link:
-            self._link.append(nbytes / max(seconds, 1e-6))
+        """Note a transfer of whole tensors, until the replicas have what they brought."""
+        self._link.append(nbytes / max(seconds, 1e-6))
 
-    def encoded(self, nbytes: int, encoded_bytes: int, seconds: float) -> None:
-        """Note an encoding of whole tensors of `nbytes`."""
-        self._encoding.append(nbytes / max(seconds, 1e-6))
+    def coded(self, nbytes: int, encoded_bytes: int, seconds: float) -> None:
+        """Note changed elements of tensors of `nbytes`: encoding and transfer, to the same end."""
+        travel_s = encoded_bytes / self.link if self.link else 0.0
+        self._coding.append(nbytes / max(seconds - travel_s, 1e-6))
         self._share.append(encoded_bytes / max(nbytes, 1))
 
     @property
@@ -49,9 +47,9 @@ class Rates:
         return statistics.median(self._link) if self._link else None
 
     @property
-    def encoding(self) -> float:
-        """Bytes of whole tensors a second."""
-        return statistics.median(self._encoding) if self._encoding else FIRST_ENCODING
+    def coding(self) -> float:
+        """Bytes of whole tensors a second, at both ends."""
+        return statistics.median(self._coding) if self._coding else FIRST_CODING
 
     @property
     def share(self) -> float:
@@ -76,7 +74,7 @@ def choose(setting: Setting, nbytes: int, rates: Rates) -> Choice:
     whole_s = nbytes / rates.link
     if whole_s < LEAST_S:
         return Choice(False, f"whole tensors take {whole_s:.2g} s")
-    elements_s = nbytes / rates.encoding + rates.share * whole_s
+    elements_s = nbytes / rates.coding + rates.share * whole_s
     why = f"whole tensors would take {whole_s:.3g} s, changed elements {elements_s:.3g} s"
     return Choice(elements_s < GAIN * whole_s, why)
 

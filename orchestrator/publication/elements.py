@@ -23,14 +23,19 @@ class Elements:
     ledger: Ledger
     config: PublicationConfig
     rates: Rates = field(default_factory=Rates)
+    _encode_s: float = 0.0
+    """Seconds of the last encoding."""
 
     def remembers(self, wire: Wire) -> bool:
         """Whether the trainer keeps what this update brings, for the next one."""
         return remembers(self.config.send, wire.manifest.nbytes, self.rates)
 
-    def note(self, wire: Wire, send_s: float) -> None:
-        """Note a transfer that has succeeded."""
-        self.rates.sent(wire.nbytes, send_s)
+    def note(self, wire: Wire, seconds: float) -> None:
+        """Note how long a transfer took that has succeeded."""
+        if wire.encoded is None:
+            self.rates.sent(wire.nbytes, seconds)
+        else:
+            self.rates.coded(wire.manifest.nbytes, wire.nbytes, self._encode_s + seconds)
 
     async def encode(
         self, wire: Wire, version: int, replicas: Sequence[str], *, is_due: bool
@@ -68,8 +73,9 @@ class Elements:
             "trainer", request, phase="encoding changed elements"
         )
         answer = valid("trainer", EncodeAnswer, completed.result)
-        if answer.nbytes:
-            self.rates.encoded(whole_bytes, answer.nbytes, time.monotonic() - began)
+        self._encode_s = time.monotonic() - began
         if answer.why_not is not None:
+            if answer.nbytes:
+                self.rates.coded(whole_bytes, answer.nbytes, self._encode_s)
             return wire, answer.why_not
         return replace(wire, base=base, encoded=answer), choice.why

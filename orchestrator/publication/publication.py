@@ -202,7 +202,8 @@ class Publication:
         await self._verify_live(received)
         self._step(State.VERIFIED)
         names = {"pause": "pause_request", "wire": "receive_wire"}
-        self._take_seconds(received, names)
+        self.result.seconds |= seconds_of([self.sent], {"total": "send"})
+        self.result.seconds |= seconds_of(received.values(), names)
 
     async def _move_beside(self) -> None:
         """Send and receive next to the live tensors of every replica. Ends shadowed."""
@@ -216,7 +217,8 @@ class Publication:
             raise VerificationError(f"{'; '.join(wrong.values())}; none of it is used")
         self._step(State.SHADOWED)
         names = {"wire": "receive_wire", "digest": "verify_shadow"}
-        self._take_seconds(received, names)
+        self.result.seconds |= seconds_of([self.sent], {"total": "send"})
+        self.result.seconds |= seconds_of(received.values(), names)
         self.result.seconds["shadow"] = time.monotonic() - began
         self.is_beside = False
 
@@ -288,13 +290,10 @@ class Publication:
             remember=self.elements.remembers(self.wire),
         )
         sending = self.members.ask("trainer", send, phase="sending")
+        began = time.monotonic()
         self.sent, *received = await all_or_first_error([sending, *receives], on_error=self._abort)
+        self.elements.note(self.wire, time.monotonic() - began)
         return dict(zip(self.replicas, received, strict=True))
-
-    def _take_seconds(self, received: Mapping[str, Answer], names: Mapping[str, str]) -> None:
-        self.result.seconds |= seconds_of([self.sent], {"total": "send"})
-        self.result.seconds |= seconds_of(received.values(), names)
-        self.elements.note(self.wire, self.result.seconds.get("send", 0.0))
 
     async def _abort(self, why: str) -> None:
         await self.members.abort(self.replicas, why)

@@ -117,7 +117,8 @@ def rates(*, link: float | None, encoding: float | None = None, share: float = 0
     if link is not None:
         found.sent(10**9, 10**9 / link)
     if encoding is not None:
-        found.encoded(10**9, int(share * 10**9), 10**9 / encoding)
+        travel_s = share * 10**9 / link if link else 0.0
+        found.coded(10**9, int(share * 10**9), 10**9 / encoding + travel_s)
     return found
 
 
@@ -157,10 +158,9 @@ def test_one_slow_transfer_decides_nothing():
     assert found.link == 1e11
 
 
-def test_a_small_transfer_says_nothing_about_the_link():
-    found = rates(link=1e9)
-    found.sent(1000, 1.0)
-    assert found.link == 1e9
+def test_what_the_link_takes_is_no_coding():
+    found = rates(link=1e9, encoding=2e9, share=0.5)
+    assert found.coding == pytest.approx(2e9) and found.share == 0.5
 
 
 # ------------------------------------------------------------ the ledger

@@ -81,7 +81,7 @@ class Publication:
     def forget_plans(self) -> None:
         """Send nothing before the next plan, because the model has other adapters."""
         self._exporter.forget()
-        self._published.forget_adapters()
+        self._published.free()
         for changed_only in (False, True):
             self._transfer.use_chunks(None, changed_only=changed_only)
 
@@ -285,6 +285,8 @@ class Publication:
             outcome = self._send_tensors(request, self._published.keep if keeps else None)
         if message.remember:
             self._published.remember(message.version, layout.export if keeps else None)
+        else:
+            self._published.free()
         return outcome
 
     def _chunks(self, message: SendWeights | EncodeChanges) -> Chunks:

@@ -67,10 +67,14 @@ def whole(nbytes: int) -> tuple[Delivery, ...]:
 
 
 def drop_zero_signs(floats_B: torch.Tensor, element_bytes: int) -> None:
-    """Make -0.0 to 0.0 in place: some tensors are read back without the sign of zero."""
-    dtype = {2: torch.int16, 4: torch.int32}[element_bytes]
-    bits = floats_B.view(dtype)
-    bits.masked_fill_(bits == torch.iinfo(dtype).min, 0)
+    """Make -0.0 to 0.0 in place: some tensors are read back without the sign of zero.
+
+    Only of 2 or 4 bytes; integers may change too, which does no harm if both ends do it.
+    """
+    dtype = {2: torch.int16, 4: torch.int32}.get(element_bytes)
+    if dtype is not None:
+        bits = floats_B.view(dtype)
+        bits.masked_fill_(bits == torch.iinfo(dtype).min, 0)
 
 
 def encode_buffer(

@@ -25,7 +25,7 @@ KEPT = 5
 
 @dataclass(slots=True)
 class Rates:
-    """What the last publications took. A median of a few: one slow transfer decides nothing."""
+    """What the last publications took. One slow transfer decides nothing."""
 
     _link: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     _coding: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
@@ -43,8 +43,9 @@ class Rates:
 
     @property
     def link(self) -> float | None:
-        """Bytes a second from the trainer to a replica; None: not measured yet."""
-        return statistics.median(self._link) if self._link else None
+        """Bytes a second from the trainer to the replicas: the best of a few, of which the first
+        warms up. None: not measured yet."""
+        return max(self._link) if len(self._link) > 1 else None
 
     @property
     def coding(self) -> float:

@@ -181,8 +181,8 @@ class Published:
         """Encode nothing until the next `remember`, because something else may have been sent."""
         self._version = None
 
-    def forget_adapters(self) -> None:
-        """Likewise, because the model has other adapters."""
+    def free(self) -> None:
+        """Free all that is kept: the model has other adapters, or nobody will ask for it."""
         self.forget()
         self._olds.clear()
         self._mergers.clear()

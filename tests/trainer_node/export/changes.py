@@ -69,7 +69,7 @@ def check(model: Path, dtype: str) -> None:
             live = filled(layout)
         check_small_and_large_changes(trainer, layout, published, dtype)
         check_what_is_not_read(layout, published)
-    published.forget_adapters()
+    published.free()
     assert published.why_not(8, layout) == "the trainer does not remember version 8"
     assert not published.keeps(layout)
     trainer.model.close()

@@ -28,6 +28,7 @@ BENCHMARKS = {
     "logits": "memory and time of the language-model head",
     "save": "a durable checkpoint, against torch.save of the same tensors",
     "sync": "whole publications, against vLLM's nccl engine",
+    "delta": "publications of changed elements over slow links: bytes against entropy, seconds",
     "pause": "gaps between tokens of many streams during a publication",
     "train": "tokens per second of a LoRA step, against a bare Megatron-Bridge loop and PEFT",
     "long": "tokens per second of long sequences, and of prefixes that sequences share",
@@ -42,6 +43,7 @@ BENCHMARKS = {
 }
 WITH_INFERENCE = (
     "sync",
+    "delta",
     "pause",
     "tinker",
     "loop",

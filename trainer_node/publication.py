@@ -11,6 +11,7 @@ import torch
 
 from orchestrator.errors import ManifestError
 from orchestrator.protocol.messages import (
+    EncodeChanges,
     Fp8Weights,
     LeaveTransferGroup,
     Manifest,
@@ -24,20 +25,21 @@ from orchestrator.protocol.messages import (
 )
 from trainer_node.export import fp8_export, fp8_fused, fp8_steps, wire_export
 from trainer_node.export.bridge_export import BridgeExport, is_manifest_order
+from trainer_node.export.changes import Encoded, Export, Layout, Published, encode
 from trainer_node.export.fp8_export import Fp8Export
 from trainer_node.export.fp8_fused import FusedFp8
 from trainer_node.export.fp8_steps import Fp8Steps
 from trainer_node.export.gather_plan import PartitionError
 from trainer_node.export.merged import Exporter
 from trainer_node.hf import fp8_blocks
-from trainer_node.ranks import heap
+from trainer_node.ranks import heap, objects
 from trainer_node.ranks.lockstep import Lockstep
 from trainer_node.request import NotReady, Outcome, Request
 from trainer_node.state import checkpoint
 from trainer_node.training.trainer import Trainer
-from trainer_node.transfer import Chunks, Export, Transfer
+from trainer_node.transfer import Chunks, Transfer
 from weight_transfer import edges
-from weight_transfer.chunks import SendReport
+from weight_transfer.chunks import Fill, SendReport
 
 log = logging.getLogger("splice.trainer")
 OUT_OF_STEP_S = 20.0
@@ -56,6 +58,7 @@ class Publication:
         self._trainer, self._model, self._exporter = trainer, trainer.model, exporter
         self._transfer, self._lockstep = transfer, lockstep
         self._has_said_lost = False
+        self._published = Published(self._model, most_bytes=self._model.config.remember_bytes)
 
     @property
     def handlers(self) -> dict[type, Callable[[Request[Any]], Outcome]]:
@@ -64,6 +67,7 @@ class Publication:
             PlanPublication: self.plan,
             UseLayout: self.use_layout,
             OpenTransferGroup: self.open_group,
+            EncodeChanges: self.encode,
             SendWeights: self.send,
             LeaveTransferGroup: self.leave_group,
             ReleaseMemory: self.release_memory,
@@ -77,6 +81,7 @@ class Publication:
     def forget_plans(self) -> None:
         """Send nothing before the next plan, because the model has other adapters."""
         self._exporter.forget()
+        self._published.free()
         for changed_only in (False, True):
             self._transfer.use_chunks(None, changed_only=changed_only)
 
@@ -141,7 +146,13 @@ class Publication:
         if isinstance(export, str):
             self._transfer.use_chunks(None, changed_only=changed_only)
             return Outcome(result={"why_not": export})
-        chunks = Chunks(manifest=sent, order=order, export=export)
+        reloaded = [c.tensors for c in request.message.layout.chunks if c.kind == "reload"]
+        chunks = Chunks(
+            manifest=sent,
+            order=order,
+            export=export,
+            reloaded=frozenset(index for tensors in reloaded for index in tensors),
+        )
         self._transfer.use_chunks(chunks, changed_only=changed_only)
         heap.free_replaced()  # a plan has some 100,000 objects
         result: dict[str, Any] = {"why_not": None}
@@ -261,12 +272,45 @@ class Publication:
             return self._send(request)
 
     def _send(self, request: Request[SendWeights]) -> Outcome:
-        message, transfer = request.message, self._transfer
-        deadline = time.monotonic() + message.deadline_s
-        chunks = transfer.choose(changed_only=message.changed_only)
+        message, encoded = request.message, self._transfer.encoded
+        self._transfer.encoded = None
+        self._published.forget()
+        layout = self._layout(self._chunks(message))
+        # After a full update, the next one is expected to be of the changed part.
+        is_next = message.changed_only or not self._transfer.has_part
+        keeps = message.remember and is_next and self._published.keeps(layout)
+        if message.elements:
+            outcome = self._send_changes(request, encoded)
+        else:
+            outcome = self._send_tensors(request, self._published.keep if keeps else None)
+        if message.remember:
+            self._published.remember(message.version, layout.export if keeps else None)
+        else:
+            self._published.free()
+        return outcome
+
+    def _chunks(self, message: SendWeights | EncodeChanges) -> Chunks:
+        chunks = self._transfer.choose(changed_only=message.changed_only)
         if chunks is None:
             what = "a part of the manifest" if message.changed_only else "the manifest"
             raise NotReady(f"no layout of {what} is planned; send UseLayout first")
+        return chunks
+
+    def _layout(self, chunks: Chunks, unread: Sequence[int] = ()) -> Layout:
+        return Layout(
+            export=chunks.export,
+            steps=chunks.steps,
+            manifest=chunks.manifest,
+            order=chunks.order,
+            unsigned=chunks.reloaded,
+            unread=frozenset(unread),
+            device=self._model.device,
+        )
+
+    def _send_tensors(self, request: Request[SendWeights], on_filled: Fill | None) -> Outcome:
+        message, transfer = request.message, self._transfer
+        deadline = time.monotonic() + message.deadline_s
+        chunks = self._chunks(message)
         export = chunks.export
         with self._lockstep.agree():
             self._check_ready(request)
@@ -281,7 +325,9 @@ class Publication:
             self._trainer.steps_since_sent = 0
             return Outcome()
         deadline = min(deadline, time.monotonic() + export.longest_s)
-        report = transfer.send(chunks, deadline=deadline, agreement=self._lockstep.agree())
+        report = transfer.send(
+            chunks, deadline=deadline, agreement=self._lockstep.agree(), on_filled=on_filled
+        )
         self._trainer.steps_since_sent = 0
         if chunks.steps is not None:  # the ranks' digests add up, modulo 2^64
             torch.distributed.all_reduce(report.digests_N, group=self._model.control_group)
@@ -289,6 +335,76 @@ class Publication:
             return Outcome()
         report.seconds.update(export.seconds(report.seconds.pop("fill")))
         return self._sent(message, report)
+
+    # ------------------------------------------------------------ changed elements
+
+    def encode(self, request: Request[EncodeChanges]) -> Outcome:
+        """Encode what differs from the version that was sent last, on every rank that sends."""
+        message, began = request.message, time.monotonic()
+        self._transfer.encoded = None
+        chunks = self._chunks(message)
+        layout, export = self._layout(chunks, message.unread), chunks.export
+        sends = request.link is not None or chunks.steps is not None
+        why = self._published.why_not(message.base_version, layout) if sends else None
+        whys = objects.all_gather(why, group=self._model.control_group)
+        found = next((text for text in whys if text is not None), None)
+        if found is not None:
+            return Outcome(result={"why_not": found})
+        request.progress("encoding changed elements", version=message.version)
+        with self._lockstep.agree():
+            export.start(limit=time.monotonic() + message.deadline_s + OUT_OF_STEP_S)
+        if isinstance(export, Fp8Steps):
+            with self._lockstep.agree():
+                export.exchange()
+        encoded: Encoded | None = None
+        with self._lockstep.agree():
+            if not sends:
+                export.contribute()
+            else:
+                version, most_bytes = message.version, message.most_bytes
+                try:
+                    encoded = encode(
+                        layout, self._published, version=version, most_bytes=most_bytes
+                    )
+                finally:
+                    export.drain()
+        own = (0, 0) if encoded is None else (encoded.nbytes, encoded.elements)
+        totals = objects.all_gather(own, group=self._model.control_group)
+        nbytes, elements = (sum(column) for column in zip(*totals, strict=True))
+        result: dict[str, Any] = {"why_not": None, "nbytes": nbytes, "elements": elements}
+        result["seconds"] = {"encode": time.monotonic() - began}
+        if nbytes > message.most_bytes:
+            most = f"at most {message.most_bytes:,} are worth it"
+            result["why_not"] = f"changed elements take {nbytes:,} bytes or more; {most}"
+        else:
+            self._transfer.encoded = encoded
+        return Outcome(result=result)
+
+    def _send_changes(self, request: Request[SendWeights], encoded: Encoded | None) -> Outcome:
+        message = request.message
+        deadline = time.monotonic() + message.deadline_s
+        chunks = self._chunks(message)
+        sends = request.link is not None or chunks.steps is not None
+        with self._lockstep.agree():
+            self._check_ready(request)
+            is_this = encoded is not None and (
+                encoded.version == message.version and encoded.layout.export is chunks.export
+            )
+            if sends and not is_this:
+                raise NotReady(
+                    f"version {message.version} is not encoded; send EncodeChanges first"
+                )
+        if encoded is None:
+            with self._lockstep.agree():
+                return Outcome()
+        request.progress("sending", version=message.version)
+        report = self._transfer.send_changes(
+            chunks, encoded, deadline=deadline, agreement=self._lockstep.agree()
+        )
+        self._trainer.steps_since_sent = 0
+        if chunks.steps is not None:
+            torch.distributed.all_reduce(report.digests_N, group=self._model.control_group)
+        return Outcome() if request.link is None else self._sent(message, report)
 
     def _check_ready(self, request: Request[SendWeights]) -> None:
         """On rank 0: whether the request may send, and has groups to send to."""

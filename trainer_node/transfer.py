@@ -9,27 +9,26 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from orchestrator.processes.interfaces import address_towards
 from orchestrator.protocol.messages import Manifest, OpenTransferGroup, Rendezvous
-from trainer_node.export.bridge_export import BridgeExport
+from trainer_node.export.changes import Encoded, Export
 from trainer_node.export.fp8_export import Fp8Export
 from trainer_node.export.fp8_steps import Fp8Steps
 from trainer_node.export.wire_export import WireExport
 from trainer_node.ranks import gpu, objects
 from trainer_node.ranks.abort_signal import AbortSignal
 from trainer_node.ranks.lockstep import agree, send_error
-from weight_transfer.chunks import ChunkSender, SendReport
+from weight_transfer.changes import send_changes
+from weight_transfer.chunks import ChunkSender, Fill, SendReport
 from weight_transfer.edges import Step, Table, in_turn
 from weight_transfer.groups import GroupListener, TransferGroup, open_listener
 
 log = logging.getLogger("splice.trainer")
-Export: TypeAlias = WireExport | BridgeExport | Fp8Export | Fp8Steps
-"""What fills the chunks of an update."""
 OTHERS_S = 5.0
 """Seconds that the other ranks wait longer for workers than rank 0. Workers join rank 0 first, so
 its error names the one that is missing, and ends the others' joins. It is less than the
@@ -44,6 +43,8 @@ class Chunks:
     manifest: Manifest
     order: Sequence[Sequence[int]]
     export: Export
+    reloaded: frozenset[int] = frozenset()
+    """Tensors of the manifest that a replica's own loaders take."""
 
     @property
     def steps(self) -> Sequence[Step] | None:
@@ -75,6 +76,8 @@ class Transfer:
         self._has_sent = False
         """Whether everything was sent since the layouts were planned."""
         self._why_not = NO_GROUP
+        self.encoded: Encoded | None = None
+        """What `EncodeChanges` left for the next send."""
 
     # ------------------------------------------------------------ groups
 
@@ -189,6 +192,11 @@ class Transfer:
         if chunks is not None:
             self._chunks[changed_only] = chunks
 
+    @property
+    def has_part(self) -> bool:
+        """Whether a partial update is planned."""
+        return True in self._chunks
+
     def choose(self, *, changed_only: bool) -> Chunks | None:
         """Return the planned chunks of this kind of update. Frees the buffers of the other kind."""
         if changed_only != self._changed_only:
@@ -219,6 +227,7 @@ class Transfer:
 
     def forget_prepared(self) -> None:
         """Trust nothing that was prepared, because the weights may change now."""
+        self.encoded = None
         for chunks in self._chunks.values():
             if isinstance(chunks.export, Fp8Export | Fp8Steps):
                 chunks.export.forget_prepared()
@@ -235,13 +244,19 @@ class Transfer:
     # ------------------------------------------------------------ a send
 
     def send(
-        self, chunks: Chunks, *, deadline: float, agreement: AbstractContextManager[None]
+        self,
+        chunks: Chunks,
+        *,
+        deadline: float,
+        agreement: AbstractContextManager[None],
+        on_filled: Fill | None = None,
     ) -> SendReport:
         """Send the chunks to every group, and receive all that the other ranks contribute.
 
         After a failure on any rank, the groups are closed.
 
         Args:
+            on_filled: as in `ChunkSender.send`.
             deadline: `time.monotonic()` at which the last chunk must have left.
             agreement: `Lockstep.agree`, so that every rank learns of a failure.
         """
@@ -249,7 +264,9 @@ class Transfer:
             with agreement, self._watching(chunks):
                 try:
                     sender = self._sender_of(chunks)
-                    report = sender.send(deadline_s=deadline - time.monotonic())
+                    report = sender.send(
+                        deadline_s=deadline - time.monotonic(), on_filled=on_filled
+                    )
                 finally:
                     chunks.export.drain()
         except BaseException as error:
@@ -259,6 +276,34 @@ class Transfer:
             raise
         self._has_sent = True
         return report
+
+    def send_changes(
+        self,
+        chunks: Chunks,
+        encoded: Encoded,
+        *,
+        deadline: float,
+        agreement: AbstractContextManager[None],
+    ) -> SendReport:
+        """Send what was encoded to every group; otherwise as `send`. On ranks that send whole
+        chunks to nobody it only waits for the others."""
+        began = time.monotonic()
+        rank, _ = _rank_and_world_size()
+        try:
+            with agreement, self._watching(chunks):
+                send_changes(
+                    in_turn(self._groups, rank) if chunks.steps is not None or rank == 0 else {},
+                    encoded.buffers,
+                    fill=encoded.fill,
+                    device=self._device,
+                    deadline=deadline,
+                )
+        except BaseException as error:
+            self.close()
+            self._why_not = f"the last transfer failed ({error}); send OpenTransferGroup first"
+            raise
+        seconds = {"total": time.monotonic() - began}
+        return SendReport(digests_N=encoded.digests_N, nbytes=encoded.nbytes, seconds=seconds)
 
     def _watching(self, chunks: Chunks) -> AbstractContextManager[None]:
         """If every rank sends, a rank that fails or is aborted ends the others' sends."""

@@ -184,8 +184,11 @@ class ChunkSender:
             return digest_of_pieces([self._buffer(k)], [self._steps[k]], self._manifest.tensors)
         return PreparedDigest(self._views(k), rows=self._chunks[k])
 
-    def send(self, *, deadline_s: float) -> SendReport:
+    def send(self, *, deadline_s: float, on_filled: Fill | None = None) -> SendReport:
         """Send every chunk to every group.
+
+        Args:
+            on_filled: takes each chunk's number and bytes, on the current stream.
 
         Raises:
             TransferTimeout, TransferAborted, TransferError: the text names the replica. Every
@@ -193,7 +196,7 @@ class ChunkSender:
         """
         self._raise_if_aborted()
         try:
-            return self._send_all(time.monotonic() + deadline_s)
+            return self._send_all(time.monotonic() + deadline_s, on_filled)
         except BaseException as error:
             self.abort(f"{type(error).__name__}: {error}")
             raise
@@ -227,7 +230,7 @@ class ChunkSender:
 
     # ------------------------------------------------------------ one send
 
-    def _send_all(self, deadline: float) -> SendReport:
+    def _send_all(self, deadline: float, on_filled: Fill | None) -> SendReport:
         began = time.monotonic()
         seconds = {"fill": 0.0, "wire": 0.0, "digest": 0.0}
         digests_N = torch.zeros(len(self._manifest.tensors), dtype=torch.int64, device=self._device)
@@ -242,7 +245,7 @@ class ChunkSender:
                 while self._is_too_far_ahead(k):
                     self._wait_for_oldest(deadline)
             with _timed(seconds, "fill"):
-                self._fill_chunk(k)
+                self._fill_chunk(k, on_filled)
             with _timed(seconds, "wire"):
                 uses = self._broadcast(k, deadline)
             with _timed(seconds, "digest"):
@@ -255,14 +258,18 @@ class ChunkSender:
         seconds["total"] = time.monotonic() - began
         return SendReport(digests_N=result_N, nbytes=self._manifest.nbytes, seconds=seconds)
 
-    def _fill_chunk(self, k: int) -> None:
+    def _fill_chunk(self, k: int, on_filled: Fill | None) -> None:
         if self._streams is None:
             self._fill(k, self._buffer(k))
+            if on_filled is not None:
+                on_filled(k, self._buffer(k))
             return
         with torch.cuda.stream(self._streams[0]):
             for event in self._uses_of_place(k):
                 self._streams[0].wait_event(event)
             self._fill(k, self._buffer(k))
+            if on_filled is not None:
+                on_filled(k, self._buffer(k))
 
     def _broadcast(self, k: int, deadline: float) -> list[_Use]:
         uses: list[_Use] = []

@@ -54,6 +54,11 @@ class PreparedCopy:
             sources = [p.source_in(flat) for p in parts]
             torch._foreach_copy_([p.target for p in parts], sources)
 
+    def read(self, buffer_B: torch.Tensor) -> None:
+        """Copy every target back to its part of the buffer, on the current stream."""
+        for part in self._parts:
+            part.source_in(elements_of(buffer_B, part.target.dtype)).copy_(part.target)
+
 
 def elements_of(buffer_B: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A buffer's bytes as elements; a remainder smaller than one is left out."""

@@ -364,7 +364,7 @@ class InferenceNode:
     def _receive_weights(self, message: ReceiveWeights) -> None:
         if not self._served.is_planned:
             raise _Refused("no manifest was planned here", "Send PrepareUpdate first.")
-        missing = self._served.why_no_base(message.base_version)
+        missing = self._served.why_no_base(message.base_version, is_part=message.is_part)
         if missing is not None:
             code = ErrorCode.BASE_MISSING
             raise _Refused(missing, "Publish the version whole.", code=code)
@@ -450,7 +450,7 @@ class InferenceNode:
     # ------------------------------------------------------------ shadow mode
 
     def _prepare_shadow(self, message: PrepareShadow) -> None:
-        why = self._served.why_no_base(message.base_version)
+        why = self._served.why_no_base(message.base_version, is_part=message.is_part)
         if not self._served.is_serving:
             why = "this replica serves nothing that generation could continue with"
         if why is None:

@@ -48,8 +48,12 @@ class Served:
         """Whether `version` is served already."""
         return self.is_serving and self.version == version
 
-    def why_no_base(self, base: int | None) -> str | None:
-        """Why a partial update on top of `base` is impossible; None if it is possible or full."""
+    def why_no_base(self, base: int | None, *, is_part: bool = True) -> str | None:
+        """Why an update on top of `base` is impossible; None if it is possible, or needs no base.
+
+        Args:
+            is_part: it brings the changed part only.
+        """
         if base is None:
             return None
         if self.poisoned is not None:
@@ -60,7 +64,9 @@ class Served:
         if self.version != base:
             serves = "nothing" if self.version is None else self.version
             return f"this partial update requires version {base}; the replica serves {serves}"
-        return None if self.has_part else "no partial update is planned; send PrepareUpdate first"
+        if self.has_part or not is_part:
+            return None
+        return "no partial update is planned; send PrepareUpdate first"
 
     def why_given_up(self, reason: str) -> str | None:
         """The reason with which an abort between requests poisons the replica; None: none."""

@@ -273,7 +273,7 @@ class Actions:
         )
 
     def _planned(self, message: ReceiveWeights | PrepareShadow) -> PlannedUpdate | None:
-        return self._whole if message.base_version is None else self._part
+        return self._part if message.is_part else self._whole
 
     # ------------------------------------------------------------ the update
 
@@ -395,6 +395,9 @@ class Actions:
                     ErrorCode.TRANSFER_TIMEOUT,
                     f"not all workers had the update after {message.deadline_s:.0f} s",
                 )
+        slowest = max(answers, key=lambda a: float(a["phases"]["wire"]))
+        if message.elements:  # checksums cover them, and later the live tensors' digests
+            return {"digests": packed([]), "phases": slowest["phases"]}
         update, found = self._receiving, [a["digests"] for a in answers]
         digests = found[0]
         if update is not None and update.pieces is not None:
@@ -404,7 +407,6 @@ class Actions:
             differing = set(found[1:]) - {digests}
         if differing:
             raise VerificationError("the workers did not receive the same bytes")
-        slowest = max(answers, key=lambda a: float(a["phases"]["wire"]))
         return {"digests": digests, "phases": slowest["phases"]}
 
     async def _drop_shadow(self) -> Answer:

@@ -19,19 +19,21 @@ import functools
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from inference_node.worker import chunk_plan
 from inference_node.worker.chunk_plan import Live
+from inference_node.worker.local_chunk import LocalChunk, Widened, present_bytes
 from inference_node.worker.placement import PlacementPlan, Region
 from orchestrator.protocol.messages import DTYPE_BYTES, Manifest, WireChunk
+from weight_transfer import changes
 from weight_transfer.boxes import Strided, cut, matrix
-from weight_transfer.copies import PreparedCopy, elements_of
+from weight_transfer.copies import PreparedCopy
 from weight_transfer.cuda_events import QUEUED_CHUNKS
-from weight_transfer.digest import PreparedDigest, region_digest
+from weight_transfer.digest import PreparedDigest
 from weight_transfer.edges import Delivery, Placed, Step, receive_into, view_of_piece
 from weight_transfer.groups import TransferGroup
 from weight_transfer.layout import chunk_offsets, torch_dtype, views_of
@@ -55,27 +57,6 @@ def ring_slots(sizes: Sequence[int], *, usual: int) -> list[int]:
 # ------------------------------------------------------------ the receive
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Widened:
-    """A part that vLLM keeps in a wider dtype, such as a router or a decay in fp32. There are few,
-    so torch copies them, and digests them as they were sent."""
-
-    part: Part
-    sent: torch.dtype
-    row: int
-    region: Strided
-
-    def place(self, buffer_B: torch.Tensor) -> None:
-        self.part.target.copy_(self.part.source_in(elements_of(buffer_B, self.sent)))
-
-    def digest(self, digests_P: torch.Tensor) -> None:
-        digests_P[self.row] += region_digest(
-            self.part.target.to(self.sent),
-            first_index=self.region.first_index,
-            index_strides=self.region.index_strides,
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class _Landing:
     """Elements that land in live memory, and the digest that they count in."""
@@ -84,29 +65,6 @@ class _Landing:
     sent: torch.dtype
     row: int
     region: Strided
-
-
-@dataclass(slots=True)
-class _LocalChunk:
-    """A `WireChunk` as this worker receives it."""
-
-    kind: str
-    nbytes: int
-    tensors: tuple[int, ...]
-    """Those that begin here."""
-    deliveries: tuple[Delivery, ...] | None = None
-    """What comes from which trainer rank. None: one broadcast."""
-    reloaded: tuple[Placed, ...] = ()
-    """Pieces of tensors of the reload path."""
-    target_B: torch.Tensor | None = None
-    """live: the bytes in place. None for other kinds."""
-    copy: PreparedCopy | None = None
-    """staged: copies the parts that land here."""
-    widened: list[_Widened] = field(default_factory=list)
-    """staged: those that are kept in a wider dtype."""
-    digest: PreparedDigest | None = None
-    """Digests the live parts, if they are digested on arrival."""
-    slot: int = 0
 
 
 @dataclass(slots=True)
@@ -182,9 +140,9 @@ class DirectReceiver:
         self._stream = _side_stream(device) if device.type == "cuda" else None
         """Runs copies and digests at the same time as the wire."""
 
-    def _chunk(self, chunk: WireChunk) -> _LocalChunk:
+    def _chunk(self, chunk: WireChunk) -> LocalChunk:
         specs = [self._manifest.tensors[i] for i in chunk.tensors]
-        made = _LocalChunk(chunk.kind, sum(s.nbytes for s in specs), chunk.tensors)
+        made = LocalChunk(chunk.kind, sum(s.nbytes for s in specs), chunk.tensors)
         if chunk.kind == "reload":
             return made
         landing: list[_Landing] = []
@@ -205,13 +163,13 @@ class DirectReceiver:
         self._land(made, landing)
         return made
 
-    def _in_steps(self, steps: Sequence[Step]) -> list[_LocalChunk]:
+    def _in_steps(self, steps: Sequence[Step]) -> list[LocalChunk]:
         """The steps in which trainer ranks send this worker its own pieces."""
         known = set[int]()
         chunks = []
         for step in steps:
             indices = {placed.piece.index for placed in step.placed}
-            made = _LocalChunk(
+            made = LocalChunk(
                 "staged", step.nbytes, tuple(sorted(indices - known)), deliveries=step.deliveries
             )
             known |= indices
@@ -241,10 +199,10 @@ class DirectReceiver:
                 )
                 yield _Landing(part, torch_dtype(spec.dtype), row, some)
 
-    def _land(self, made: _LocalChunk, landing: Sequence[_Landing]) -> None:
+    def _land(self, made: LocalChunk, landing: Sequence[_Landing]) -> None:
         """Prepare copies and digests of what lands in live memory."""
         made.widened = [
-            _Widened(part=one.part, sent=one.sent, row=one.row, region=one.region)
+            Widened(part=one.part, sent=one.sent, row=one.row, region=one.region)
             for one in landing
             if one.part.target.dtype.itemsize > one.sent.itemsize
         ]
@@ -340,7 +298,7 @@ class DirectReceiver:
         return not (chunk.kind == ahead.kind == "staged" and chunk.slot == ahead.slot)
 
     def _start(
-        self, run: _Receive, chunk: _LocalChunk
+        self, run: _Receive, chunk: LocalChunk
     ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """Ask for a chunk; returns its buffer and the event after its arrival, if any."""
         if chunk.kind == "live":
@@ -353,7 +311,7 @@ class DirectReceiver:
         run.seconds["wire"] += time.monotonic() - began
         return buffer_B, event
 
-    def _buffer(self, run: _Receive, chunk: _LocalChunk) -> torch.Tensor:
+    def _buffer(self, run: _Receive, chunk: LocalChunk) -> torch.Tensor:
         if chunk.target_B is not None:
             return chunk.target_B
         if chunk.kind == "reload":  # the reload keeps its tensors, so each has separate memory
@@ -378,7 +336,7 @@ class DirectReceiver:
     def _finish(
         self,
         run: _Receive,
-        chunk: _LocalChunk,
+        chunk: LocalChunk,
         buffer_B: torch.Tensor,
         event: torch.cuda.Event | None,
     ) -> None:
@@ -417,7 +375,7 @@ class DirectReceiver:
 
     def _completed(
         self,
-        chunk: _LocalChunk,
+        chunk: LocalChunk,
         buffer_B: torch.Tensor,
         incomplete: dict[int, tuple[torch.Tensor, int]],
     ) -> list[tuple[str, torch.Tensor]]:
@@ -442,13 +400,13 @@ class DirectReceiver:
         return whole
 
     @staticmethod
-    def _place(chunk: _LocalChunk, buffer_B: torch.Tensor) -> None:
+    def _place(chunk: LocalChunk, buffer_B: torch.Tensor) -> None:
         if chunk.copy is not None:
             chunk.copy.launch(buffer_B)
         for widened in chunk.widened:
             widened.place(buffer_B)
 
-    def _digest(self, chunk: _LocalChunk) -> None:
+    def _digest(self, chunk: LocalChunk) -> None:
         if chunk.digest is not None:
             chunk.digest.launch(self._digests_P)
             for widened in chunk.widened:
@@ -483,9 +441,53 @@ class DirectReceiver:
             if whole := self._completed(chunk, buffer_B, incomplete):
                 load(whole)
 
-    def _tensors(
-        self, chunk: _LocalChunk, buffer_B: torch.Tensor
-    ) -> list[tuple[str, torch.Tensor]]:
+    # ------------------------------------------------------------ changed elements
+
+    def deliveries(self) -> list[Sequence[Delivery]]:
+        """What comes of each chunk or step, in order."""
+        return [
+            changes.whole(c.nbytes) if c.deliveries is None else c.deliveries for c in self._chunks
+        ]
+
+    def apply_changes(
+        self,
+        arrived: changes.Buffers,
+        olds: Mapping[str, torch.Tensor],
+        *,
+        load: Load,
+        on_written: Callable[[int], None],
+    ) -> None:
+        """Make each chunk's new bytes of its live ones, and place them as ever.
+
+        Args:
+            arrived: all messages, as `changes.receive_changes` returns them.
+            olds: the present tensors of the reload path (`verify.read_tensors`).
+            load, on_written: as in `receive`.
+
+        Raises:
+            TransferError: a change of what this worker cannot read, or no code.
+        """
+        self._begin()
+        on_written(sum(len(c.tensors) for c in self._chunks))
+        incomplete: dict[int, tuple[torch.Tensor, int]] = {}
+        for chunk, messages in zip(self._chunks, arrived, strict=True):
+            if not chunk.nbytes:
+                continue
+            buffer_B = present_bytes(
+                chunk,
+                self._manifest.tensors,
+                olds if any(m.is_code for m in messages) else None,
+                device=self._device,
+            )
+            changes.restore(messages, buffer_B)
+            self._place(chunk, buffer_B)
+            self._digest(chunk)
+            if chunk.kind == "reload":
+                load(self._tensors(chunk, buffer_B))
+            if whole := self._completed(chunk, buffer_B, incomplete):
+                load(whole)
+
+    def _tensors(self, chunk: LocalChunk, buffer_B: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         specs = [self._manifest.tensors[i] for i in chunk.tensors]
         return list(zip((s.name for s in specs), views_of(buffer_B, specs), strict=True))
 

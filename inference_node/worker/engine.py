@@ -42,6 +42,7 @@ from orchestrator.protocol.messages import (
     ReceiveWeights,
     SwapWeights,
 )
+from weight_transfer.changes import Buffers, receive_changes
 from weight_transfer.groups import TransferGroup, join_tcp
 
 NOT_PLANNED = "no transfer group or no plan; send JoinTransferGroup and PrepareUpdate first"
@@ -88,6 +89,10 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         self._group: TransferGroup | None = None
         self._corrections: dict[placement.Region, int] = {}
         self._is_reloading = False
+        self.is_elements = False
+        """Whether the next update brings only changed elements."""
+        self._olds: dict[str, torch.Tensor] = {}
+        """The tensors of the reload path before an update of changed elements."""
         self._cache_layers: dict[str, torch.nn.Module] | None = None
         """Layers whose FP8 cache has scales that every update proves; None: not looked up yet. None
         of a cache that was refused at the start, which `allow_unverified` lets run.
@@ -157,6 +162,13 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         Tensors that arrive in place stay where they are.
         """
         update = self.plan.update
+        self._olds = {}
+        if update is not None and self.is_elements:
+            # Now, because a reload moves the parameters away.
+            with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+                reloaded = {i for c in update.chunks if c.kind == "reload" for i in c.tensors}
+                specs = [update.manifest.tensors[i] for i in sorted(reloaded)]
+                self._olds = verify.read_tensors(self.model, update.plan, specs)
         self._is_reloading = update is not None and update.receiver.needs_reload
         if self._is_reloading:
             reload.start(self.model)
@@ -195,17 +207,42 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
                 ),
                 dialect.partial_load(),
             ):
-                self.applied.seconds = update.receiver.receive(
-                    group=self._group,
-                    deadline_s=request.deadline_s,
-                    load=self._load,
-                    on_written=self._note_written,
-                )
+                if request.elements:
+                    self._receive_elements(self._group, request, update)
+                else:
+                    self.applied.seconds = update.receiver.receive(
+                        group=self._group,
+                        deadline_s=request.deadline_s,
+                        load=self._load,
+                        on_written=self._note_written,
+                    )
         except BaseException:
             self.reset()
             self.leave_transfer_group()
             raise
         return update.nbytes
+
+    def _receive_elements(
+        self, group: TransferGroup, request: ReceiveWeights, update: WorkerUpdate
+    ) -> None:
+        """Receive all messages before anything changes, then apply them."""
+        began = time.monotonic()
+        arrived = receive_changes(
+            group,
+            update.receiver.deliveries(),
+            device=self.device,
+            deadline=began + request.deadline_s,
+        )
+        came = time.monotonic()
+        self._apply_elements(arrived, update)
+        self.applied.seconds = {"wire": came - began, "load": time.monotonic() - came}
+
+    def _apply_elements(self, arrived: Buffers, update: WorkerUpdate) -> None:
+        with torch.no_grad():
+            update.receiver.apply_changes(
+                arrived, self._olds, load=self._load, on_written=self._note_written
+            )
+        self._olds = {}
 
     def _swap_weights(self, request: SwapWeights, update: WorkerUpdate | None) -> int:
         if self._watchdog is not None:
@@ -215,9 +252,12 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
             raise TransferError("no complete update has been received; send ReceiveWeights first")
         try:
             with dialect.partial_load(), torch.no_grad():
-                update.receiver.apply(
-                    arrived.buffers, load=self._load, on_written=self._note_written
-                )
+                if arrived.changes is not None:
+                    self._apply_elements(arrived.changes, update)
+                else:
+                    update.receiver.apply(
+                        arrived.buffers, load=self._load, on_written=self._note_written
+                    )
         except BaseException:
             self.reset()
             raise
@@ -288,7 +328,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         update = self.plan.update
         if update is None or self._group is None:
             raise TransferError(NOT_PLANNED)
-        nbytes = update.nbytes
+        nbytes = update.nbytes if request.nbytes is None else request.nbytes
         refusal = shadow.why_not(
             nbytes, free_bytes=shadow.free_bytes(self.device), budget_bytes=request.budget_bytes
         )
@@ -303,6 +343,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
                 steps=update.steps,
                 device=self.device,
                 stream=self._shadow_stream,
+                elements=update.receiver.deliveries() if request.elements else None,
             )
         except torch.OutOfMemoryError as error:
             why = f"its {nbytes:,} bytes could not be allocated in addition to the model"

@@ -192,7 +192,8 @@ class SpliceWorkerExtension:
         if message.mode == "shadow":
             return self._receive_into_shadow(message)
         engine.drop_shadow()
-        engine.plan.choose(changed_only=message.base_version is not None)
+        engine.plan.choose(changed_only=message.is_part)
+        engine.is_elements = message.elements
         return self._update(message)
 
     @_answers(ErrorCode.APPLY_FAILED)
@@ -263,7 +264,8 @@ class SpliceWorkerExtension:
             request: a `PrepareShadow`.
         """
         message = PrepareShadow.model_validate_json(request)
-        self._splice_engine.plan.choose(changed_only=message.base_version is not None)
+        self._splice_engine.plan.choose(changed_only=message.is_part)
+        self._splice_engine.is_elements = message.elements
         return {"why_not": self._splice_engine.prepare_shadow(message)}
 
     @_answers(ErrorCode.TRANSFER_FAILED)

@@ -29,9 +29,10 @@ import torch
 from inference_node.shared.watchdog import Watchdog
 from orchestrator.errors import TransferError, TransferTimeout, without_frames
 from orchestrator.protocol.messages import Manifest, WireChunk
+from weight_transfer.changes import Buffers, receive_changes
 from weight_transfer.cuda_events import wait_for_event
 from weight_transfer.digest import PreparedDigest
-from weight_transfer.edges import Step, digest_of_pieces, receive_into
+from weight_transfer.edges import Delivery, Step, digest_of_pieces, receive_into
 from weight_transfer.groups import TransferGroup
 from weight_transfer.layout import views_of
 
@@ -71,8 +72,8 @@ def free_bytes(device: torch.device) -> int:
 
 @dataclass(slots=True)
 class Arrived:
-    """Digests of what the thread received, of tensors or of pieces in steps. `seconds`: "wire",
-    "digest"."""
+    """Digests of what the thread received, of tensors or of pieces in steps; none of changed
+    elements. `seconds`: "wire", "digest"."""
 
     digests: list[int]
     seconds: dict[str, float] = field(default_factory=dict)
@@ -83,6 +84,8 @@ class Shadow:
 
     Args:
         steps: what comes from each trainer rank. None: the chunks, by broadcast.
+        elements: changed elements come, of these parts of each chunk or step. They are kept in host
+            memory as they come, because only the live tensors make them whole. None: everything.
         stream: on CUDA, the stream of all shadows of this worker. None elsewhere.
 
     Raises:
@@ -97,7 +100,11 @@ class Shadow:
         device: torch.device,
         stream: torch.cuda.Stream | None,
         steps: Sequence[Step] | None = None,
+        elements: Sequence[Sequence[Delivery]] | None = None,
     ) -> None:
+        self._elements = elements
+        self.changes: Buffers | None = None
+        """The messages of changed elements, once all have arrived."""
         self._manifest, self._chunks, self._steps = manifest, tuple(chunks), steps
         self._device, self._stream = device, stream
         with self._on_stream():
@@ -106,6 +113,7 @@ class Shadow:
                 if steps is None
                 else [step.nbytes for step in steps]
             )
+            sizes = [] if elements is not None else sizes
             self.buffers = [
                 torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes
             ]
@@ -163,7 +171,7 @@ class Shadow:
             self._group.abort("the update was dropped")
             thread.join(timeout=END_S)
         # `poll` raised the error, so its frames hold this shadow.
-        self.buffers, self._arrived, self._error = [], None, None
+        self.buffers, self.changes, self._arrived, self._error = [], None, None, None
         return thread is None or not thread.is_alive()
 
     # ------------------------------------------------------------ the thread
@@ -197,6 +205,11 @@ class Shadow:
         self, group: TransferGroup, buffers: Sequence[torch.Tensor], deadline: float
     ) -> Arrived:
         began = time.monotonic()
+        if self._elements is not None:
+            self.changes = receive_changes(
+                group, self._elements, device=self._device, deadline=deadline
+            )
+            return Arrived(digests=[], seconds={"wire": time.monotonic() - began})
         last: torch.cuda.Event | None = None  # a group's broadcasts end in order
         for k, buffer_B in enumerate(buffers):
             if buffer_B.numel():

@@ -30,6 +30,8 @@ from inference_node.shared.reports import PartDigest, WorkerDigests
 from inference_node.worker import dialect, packing
 from inference_node.worker.packing import Unreadable
 from inference_node.worker.placement import ParamFormat, PlacementPlan, Region, is_kept_whole
+from orchestrator.protocol.messages import TensorSpec
+from weight_transfer.layout import torch_dtype
 
 PROBE_COLUMNS = 512
 """Unit vectors per product when a packed linear layer is read back; bounds the scratch."""
@@ -110,6 +112,35 @@ def read_back(
                     total = total + corrections.get(region, 0)
                 parts.setdefault(region.name, []).append((region, total))
     return WorkerDigests(parts=_to_host(parts), unverified=unverified)
+
+
+def read_tensors(
+    model: torch.nn.Module, plan: PlacementPlan, specs: Sequence[TensorSpec]
+) -> dict[str, torch.Tensor]:
+    """These HF tensors as they were sent, read from the live ones; -0.0 may be 0.0.
+
+    Elements that this worker does not keep are 0, and tensors that it cannot read are left out.
+    """
+    layers, wanted = dict(model.named_modules()), {spec.name: spec for spec in specs}
+    found: dict[str, torch.Tensor] = {}
+    for (module, param), all_regions in _by_param(plan).items():
+        regions = [r for r in all_regions if r.name in wanted]
+        if not regions:
+            continue
+        try:
+            live = _live_copies(layers, plan, plan.formats[(module, param)])[0].tensor
+        except Unreadable:
+            continue
+        for region in regions:
+            spec = wanted[region.name]
+            if spec.name not in found:
+                dtype = torch_dtype(spec.dtype)
+                found[spec.name] = torch.zeros(spec.shape, dtype=dtype, device=live.device)
+            there = torch.as_strided(
+                found[spec.name], region.size, region.index_strides, region.first_index
+            )
+            there.copy_(_as_sent(live, plan, region))
+    return found
 
 
 def _by_param(plan: PlacementPlan) -> dict[tuple[str, str], list[Region]]:

@@ -288,6 +288,12 @@ class TrainerConfig(Settings):
     the merged weights (metrics `gap_weights_mean` and `gap_arithmetic_mean`). Such a job scores one
     pack of its batch
     twice. 0: never."""
+    remember_bytes: int = Field(default=0, ge=0)
+    """Most bytes of host memory in which each rank keeps what it sent last.
+
+    LoRA training in bf16 needs none to send changed elements (`publication.send`). Full-parameter
+    training, FP8 weights, and a model whose pieces rank 0 gathers need as much as a rank sends.
+    With less, they send whole tensors."""
     seed: int = 1234
     """Seeds new adapters, dropout, and the thresholds of `rounding`. A run keeps its thresholds: a
     checkpoint has their seed."""

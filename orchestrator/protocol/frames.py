@@ -35,7 +35,7 @@ _LARGER_BODIES = {
     # Manifests and layouts: a model of 100,000 tensors takes 12 MiB.
     **dict.fromkeys(("Completed", "PrepareUpdate", "UseLayout", "UseEdges"), 32 * _MIB),
     "Status": _MIB,
-    "SwapWeights": 2 * _MIB,
+    **dict.fromkeys(("SwapWeights", "EncodeChanges"), 2 * _MIB),
 }
 VERSION_FRAME = b"splice/%d" % PROTOCOL_VERSION
 _HEAD_FRAMES = 3

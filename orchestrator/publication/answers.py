@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from orchestrator.control.open_requests import Answer
 from orchestrator.errors import JobFailed
@@ -41,6 +41,14 @@ class LayoutAnswer(BaseModel):
     why_not: str | None = None
     tables: tuple[str, ...] | None = None
     """In the order "edges": what each worker receives from which rank."""
+
+
+class EncodeAnswer(BaseModel):
+    """The trainer's answer to `EncodeChanges`."""
+
+    why_not: str | None = None
+    nbytes: int = Field(default=0, ge=0)
+    elements: int = Field(default=0, ge=0)
 
 
 class ReceiveAnswer(BaseModel):

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from orchestrator.protocol.config import RoundingMode, Settings, TrainerConfig
 from orchestrator.protocol.messages import PauseMode, PublicationMode, Transport
+from orchestrator.publication.choice import Setting
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -44,6 +45,12 @@ class PublicationConfig(Settings):
     """
     shadow_bytes: int = Field(default=4 * 2**30, ge=1)
     """Most bytes that shadow mode may use next to the model on each inference worker."""
+    send: Setting = "auto"
+    """What an update brings when every replica holds the version before it.
+
+    auto: changed elements if they arrive sooner than whole tensors, by measured rates. tensors:
+    never changed elements. elements: always, unless encoded they are hardly smaller.
+    """
     canary: bool = True
     """Compare a replica that serves nothing with the trainer before its commit.
 

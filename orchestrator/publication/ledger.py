@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from orchestrator.errors import ContentChanged
 from orchestrator.protocol.messages import Manifest
@@ -27,6 +27,11 @@ class Ledger:
         self._full_by: str | None = None
         """Incarnation of the trainer that last sent all tensors."""
         self._since_full = 0
+        self._last_by: str | None = None
+        """Incarnation of the trainer that sent the served version. None: a publication has failed
+        since, so the trainer may remember another one."""
+        self.unread: frozenset[str] = frozenset()
+        """Tensors of the last update with all or changed tensors that could not be read back."""
         self._content: Content | None = None
         """What was sent last."""
         self._sent: tuple[int, str] | None = None
@@ -63,15 +68,39 @@ class Ledger:
             trainer: the trainer's incarnation.
             full_every: as in `PublicationConfig`.
         """
-        is_due = full_every is not None and self._since_full + 1 >= full_every
         is_held = all(self.holding.get(r) == life for r, life in lives.items())
         is_next = self.version is not None and version != self.version
-        return is_next and is_held and self._full_by == trainer and not is_due
+        return is_next and is_held and self._full_by == trainer and not self.is_due(full_every)
+
+    def is_due(self, full_every: int | None) -> bool:
+        """Whether the next update must bring all tensors."""
+        return full_every is not None and self._since_full + 1 >= full_every
+
+    def may_send_elements(self, version: int, *, lives: Mapping[str, str], trainer: str) -> bool:
+        """Whether changed elements suffice: the same process sent the served version, which every
+        replica has held since its commit, and nothing failed since. A full update that is due comes
+        as whole tensors."""
+        is_held = all(self.holding.get(r) == life for r, life in lives.items())
+        is_next = self.version is not None and version != self.version
+        return is_next and is_held and self._last_by == trainer
 
     def committed(
-        self, version: int, *, holding: dict[str, str], trainer: str, is_full: bool
+        self,
+        version: int,
+        *,
+        holding: dict[str, str],
+        trainer: str,
+        is_full: bool,
+        unread: Collection[str] | None = None,
     ) -> None:
-        """All replicas in `holding` serve `version`."""
+        """All replicas in `holding` serve `version`.
+
+        Args:
+            unread: tensors that could not be read back. None: changed elements say nothing of it.
+        """
+        self._last_by = trainer
+        if unread is not None:
+            self.unread = frozenset(unread) | (frozenset() if is_full else self.unread)
         self.version, self.state = version, advance(self.state, State.IDLE)
         self.holding, self.serving = holding, dict(holding)
         self._since_full = 0 if is_full else self._since_full + 1
@@ -82,7 +111,7 @@ class Ledger:
         self, version: int, error: Exception, *, failed_in: State, left: State, lost: Sequence[str]
     ) -> None:
         """A publication of `version` failed; the replicas `lost` may hold anything."""
-        self.state = left
+        self.state, self._last_by = left, None
         for replica in lost:
             self.holding.pop(replica, None)
         with self._journal.together():

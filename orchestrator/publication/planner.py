@@ -20,7 +20,7 @@ from orchestrator.protocol.messages import (
     WireLayout,
     fp8_manifest,
 )
-from orchestrator.publication.answers import LayoutAnswer, PrepareAnswer, valid
+from orchestrator.publication.answers import EncodeAnswer, LayoutAnswer, PrepareAnswer, valid
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.members import Members
 
@@ -35,8 +35,20 @@ class Wire:
     manifest: Manifest
     base: int | None = None
     """The version that the update completes. None: the update brings all tensors."""
+    encoded: EncodeAnswer | None = None
+    """Only changed elements travel, on top of `base`."""
     indices: tuple[int, ...] | None = None
     """Indices of its tensors in the whole manifest. None: it is the whole manifest."""
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it has only the tensors that training changes."""
+        return self.indices is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travel to each replica."""
+        return self.manifest.nbytes if self.encoded is None else self.encoded.nbytes
 
 
 class Planner:

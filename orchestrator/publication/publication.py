@@ -38,6 +38,7 @@ from orchestrator.protocol.messages import (
 )
 from orchestrator.publication.answers import all_or_first_error, digests_of, seconds_of
 from orchestrator.publication.config import PublicationConfig
+from orchestrator.publication.elements import Elements
 from orchestrator.publication.ledger import Ledger
 from orchestrator.publication.members import Members
 from orchestrator.publication.planner import Planner, Wire
@@ -73,6 +74,7 @@ class Publication:
     members: Members
     planner: Planner
     ledger: Ledger
+    elements: Elements
     config: PublicationConfig
 
     wire: Wire = field(init=False)
@@ -113,7 +115,8 @@ class Publication:
             self.version,
             holding=held | {r: lives[r] for r in self.result.replicas},
             trainer=self.members.trainer_process,
-            is_full=self.wire.base is None,
+            is_full=not self.wire.is_part and self.wire.encoded is None,
+            unread=self.result.unverified if self.wire.encoded is None else None,
         )
         return self.result
 
@@ -143,14 +146,24 @@ class Publication:
         )
         if self.planner.part is not None and may_send_part:
             self.wire = replace(self.planner.part, base=self.ledger.version)
+        is_due = self.ledger.is_due(self.config.full_every)
+        began = time.monotonic()
+        self.wire, why = await self.elements.encode(
+            self.wire, self.version, self.replicas, is_due=is_due
+        )
+        encoded = self.wire.encoded
         self.result = PublicationReport(
             version=self.version,
-            sent="full" if self.wire.base is None else "changed",
-            bytes_sent=self.wire.manifest.nbytes,
+            sent="elements" if encoded else "changed" if self.wire.is_part else "full",
+            why_sent=why,
+            changed_elements=encoded.elements if encoded else None,
+            bytes_sent=self.wire.nbytes,
             num_tensors=len(self.wire.manifest.tensors),
             replicas=self.replicas,
             left_out=dict(self.left_out),
         )
+        if encoded is not None:
+            self.result.seconds["encode"] = time.monotonic() - began
 
     async def _makes_no_room(self) -> bool:
         """Make room for shadow mode. True: there is none, or none is wanted, so move in place."""
@@ -162,6 +175,9 @@ class Publication:
                 deadline_s=self.config.plan_timeout_s,
                 version=self.version,
                 base_version=self.wire.base,
+                elements=self.wire.encoded is not None,
+                whole=not self.wire.is_part,
+                nbytes=self.wire.encoded.nbytes if self.wire.encoded else None,
                 budget_bytes=self.config.shadow_bytes,
             ),
             phase="making room next to the live tensors",
@@ -195,7 +211,8 @@ class Publication:
         began = time.monotonic()
         received = await self._transfer("shadow", on_progress=lambda _i, _p: None)
         self._take_digests()
-        wrong = self._compare(received, "received")
+        # Elements have no digests before the swap: checksums cover them, and the live digests then.
+        wrong = {} if self.wire.encoded else self._compare(received, "received")
         if wrong:
             raise VerificationError(f"{'; '.join(wrong.values())}; none of it is used")
         self._step(State.SHADOWED)
@@ -257,6 +274,8 @@ class Publication:
                     drain_s=self.config.drain_s,
                     mode=mode,
                     base_version=self.wire.base,
+                    elements=self.wire.encoded is not None,
+                    whole=not self.wire.is_part,
                 ),
                 phase="receiving",
                 on_progress=on_progress,
@@ -266,10 +285,14 @@ class Publication:
         send = SendWeights(
             deadline_s=timeout_s,
             version=self.version,
-            changed_only=self.wire.base is not None,
+            changed_only=self.wire.is_part,
+            elements=self.wire.encoded is not None,
+            remember=self.elements.remembers(self.wire),
         )
         sending = self.members.ask("trainer", send, phase="sending")
+        began = time.monotonic()
         self.sent, *received = await all_or_first_error([sending, *receives], on_error=self._abort)
+        self.elements.note(self.wire, time.monotonic() - began)
         return dict(zip(self.replicas, received, strict=True))
 
     async def _abort(self, why: str) -> None:

@@ -23,6 +23,7 @@ from orchestrator.errors import (
     SpliceError,
 )
 from orchestrator.publication.config import PublicationConfig
+from orchestrator.publication.elements import Elements
 from orchestrator.publication.ledger import Ledger
 from orchestrator.publication.members import Members
 from orchestrator.publication.planner import Planner
@@ -57,6 +58,7 @@ class Publisher:
         self._members = Members(router=router, config=config)
         self._planner = Planner(self._members, config)
         self._ledger = Ledger(journal)
+        self._elements = Elements(members=self._members, ledger=self._ledger, config=config)
         self._abort_first = False
         self.forget_unserved = self._ledger.forget_unserved
         self.leave_all = self._members.leave_all
@@ -138,6 +140,7 @@ class Publisher:
             members=self._members,
             planner=self._planner,
             ledger=self._ledger,
+            elements=self._elements,
             config=self._config,
         )
         blamed: Counter[str] = Counter()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
-from orchestrator.protocol.messages import PublicationMode
+from orchestrator.protocol.messages import PublicationMode, Sent
 
 Report = Callable[[str, dict[str, object]], None]
 """Takes each step of a publication and its details, for the client's `Progress`."""
@@ -17,8 +16,11 @@ class PublicationReport:
     """What one publication did."""
 
     version: int
-    sent: Literal["full", "changed"]
-    """full: all tensors. changed: those that training changes, with all of their layers."""
+    sent: Sent
+    why_sent: str = ""
+    """Why whole tensors or changed elements were sent."""
+    changed_elements: int | None = None
+    """Number of elements sent, if only those were."""
     bytes_sent: int
     num_tensors: int
     """Number of tensors sent."""

@@ -55,6 +55,7 @@ class Matrix:
             clients=1,
             mode="in_place",
             changed_only=False,
+            send="tensors",
             noise=0.0,
             small_disk=True,
         )

@@ -262,6 +262,8 @@ class Trainer(Node):
         self.state, self.pending = self.model, list[str]()
         self.changed = CHANGED if given.changed_only else None
         self.part: tuple[int, ...] = ()
+        self.remembered: tuple[int, list[int]] | None = None
+        self.encoded: list[int] = []
         self.groups: dict[str, socket.socket] = {}
         self.under_way = ""
         self.answering: tuple[Any, list[str]] | None = None
@@ -460,15 +462,26 @@ class Trainer(Node):
         self.leave()
         self.done(message)
 
+    def on_EncodeChanges(self, message: Any, _: Any) -> None:
+        if self.remembered is None or self.remembered[0] != message.base_version:
+            why = f"version {message.base_version} is not what was sent last"
+            self.link.complete(message.request_id, result={"why_not": why})
+            return
+        which = self.part if message.changed_only else range(TENSORS)
+        self.encoded = [self.values[i] - self.remembered[1][i] for i in which]
+        result = {"nbytes": 1, "elements": len(self.encoded)}
+        self.link.complete(message.request_id, result=result)
+
     def on_SendWeights(self, message: Any, _: Any) -> None:
         self.under_way = message.request_id
         if message.request_id in self.aborted_ids:
             self.leave()
         values = [self.values[i] for i in self.part] if message.changed_only else self.values
+        self.remembered, travelling = None, self.encoded if message.elements else values
         try:
             for connection in self.groups.values():
                 connection.settimeout(message.deadline_s)
-                for value in values:
+                for value in travelling:
                     self.allocate()
                     connection.sendall(struct.pack("<q", value) + bytes(PAD_BYTES))
             if not self.groups:
@@ -478,6 +491,8 @@ class Trainer(Node):
             raise Refused(ErrorCode.TRANSFER_FAILED, str(error)) from error
         finally:
             self.under_way = ""
+        if message.remember:
+            self.remembered = message.version, list(self.values)
         digests = TensorSpec(name="digests", dtype="int64", shape=(len(values),))
         self.link.complete(
             message.request_id, tensors=(digests,), buffers=[array.array("q", values).tobytes()]
@@ -625,35 +640,37 @@ class Replica(Node):
         why = (
             "nothing is served"
             if self.served is None or self.poisoned
-            else self.why_no_base(message.base_version)
+            else self.why_no_base(message)
         )
         self.link.complete(message.request_id, result={"why_not": why})
 
-    def why_no_base(self, base: int | None) -> str | None:
+    def why_no_base(self, message: Any) -> str | None:
+        base, has_plan = message.base_version, self.part or message.whole
         return (
             None
-            if base is None or (base == self.served and not self.poisoned and self.part)
+            if base is None or (base == self.served and not self.poisoned and has_plan)
             else f"{base} is not served here"
         )
 
     def on_ReceiveWeights(self, message: Any, _: Any) -> None:
-        why = self.why_no_base(message.base_version)
+        why = self.why_no_base(message)
         if why is not None:
             raise Refused(ErrorCode.BASE_MISSING, why)
         self.received = self.shadow = None
         self.begin(message)
-        which = list(range(TENSORS)) if message.base_version is None else list(self.part)
+        which = list(self.part) if message.is_part else list(range(TENSORS))
+        was = [self.live[i] if message.elements else 0 for i in which]
         if message.mode == "shadow":
-            came = dict(
-                zip(which, self.receive(len(which), message, lambda _n, _v: None), strict=True)
-            )
+            steps = self.receive(len(which), message, lambda _n, _v: None)
+            new = [old + step for old, step in zip(was, steps, strict=True)]
+            came = dict(zip(which, new, strict=True))
             self.under_way, self.shadow = "", (message.version, came)
             self.complete_with(message, list(came.values()))
             return
         self.stand_still(message)
 
         def write(number: int, value: int) -> None:
-            self.live[which[number]] = value
+            self.live[which[number]] = was[number] + value
 
         self.receive(len(which), message, write)
         self.under_way, self.received = "", message.version

@@ -92,6 +92,7 @@ class Settings:
     clients: int
     mode: str
     changed_only: bool
+    send: str
     noise: float
     small_disk: bool
 
@@ -108,6 +109,7 @@ def settings_of(seed: str, minutes: float) -> Settings:
         changed_only=dice.random() < 0.5,
         noise=dice.choice((0.0, 0.0, 0.05)),
         small_disk=dice.random() < 0.5,
+        send=dice.choice(("tensors", "elements")),
     )
 
 
@@ -174,7 +176,11 @@ class Run:
                 "ready_timeout_s": 120.0 / pace,
                 "train_timeout_s": 120.0 / pace,
             },
-            publication={"mode": settings.mode, **{k: s / pace for k, s in WAITS_S.items()}},
+            publication={
+                "mode": settings.mode,
+                "send": settings.send,
+                **{k: s / pace for k, s in WAITS_S.items()},
+            },
         )
 
     def _process(self, name: str) -> Process:

@@ -182,6 +182,10 @@ class FakeTrainer(FakeNode):
         self.manifest = MANIFEST
         self.part: tuple[int, ...] = ()
         self.layouts: list[WireLayout] = []
+        self.remembered: tuple[int, list[int]] | None = None
+        self.changes: list[int] = []
+        """What `EncodeChanges` found: a replica adds it to what it has."""
+        self.code_bytes = 8
         self.why_no_edges: str | None = None
         self.why_not: str | None = None
         """Why it cannot send in another order than the manifest's."""
@@ -290,9 +294,22 @@ class FakeTrainer(FakeNode):
         self.link.progress(message.request_id, "listening", rendezvous=where)
         self._done(message)
 
+    def on_EncodeChanges(self, message) -> None:
+        self.messages.append(message)
+        if self.remembered is None or self.remembered[0] != message.base_version:
+            self._done(message, why_not=f"version {message.base_version} is not remembered")
+            return
+        pairs = list(zip(self.weights, self.remembered[1], strict=True))
+        self.changes = [new - old for new, old in pairs]
+        came = self.part if message.changed_only else range(3)
+        count = sum(self.changes[i] != 0 for i in came)
+        why = None if self.code_bytes <= message.most_bytes else "too many bytes"
+        self._done(message, why_not=why, nbytes=self.code_bytes, elements=count)
+
     def on_SendWeights(self, message) -> None:
         self.messages.append(message)
         sent = [self.weights[i] for i in self.part] if message.changed_only else self.weights
+        self.remembered = (message.version, list(self.weights)) if message.remember else None
         self.link.complete(message.request_id, result={"seconds": {"wire": 0.1}}, **digests(sent))
 
 
@@ -305,6 +322,8 @@ class FakeReplica(FakeNode):
 
     def __init__(self, *, source: Callable[[], list[int]], **kwargs: str) -> None:
         super().__init__(**kwargs)
+        self.changes: Callable[[], list[int]] = list
+        """The trainer's changes."""
         self.source, self.served, self.live = source, [], [0, 0, 0]
         self.flip, self.restarts = False, 0
         self.left_alias = False
@@ -403,19 +422,22 @@ class FakeReplica(FakeNode):
         self.stand_still(message)
         self.drains.append(message.drain_s)
         self.bases.append(message.base_version)
-        came = range(3) if message.base_version is None else self.part or ()
+        came = (self.part or ()) if message.is_part else range(3)
         for i in came:
-            self.live[i] = self.source()[i]
+            self.live[i] = self._new(message, i)
         if self.flip:
             self.live[1] ^= 1
             self.flip = False
         live = digests([self.live[i] for i in came])
         self.link.complete(message.request_id, result={"seconds": {"apply": 0.2}}, **live)
 
+    def _new(self, message, i) -> int:
+        return self.live[i] + self.changes()[i] if message.elements else self.source()[i]
+
     def _receive_beside(self, message) -> None:
         self.bases.append(message.base_version)
-        came = range(3) if message.base_version is None else self.part or ()
-        self.shadow = {i: self.source()[i] ^ (self.flip and i == 1) for i in came}
+        came = (self.part or ()) if message.is_part else range(3)
+        self.shadow = {i: self._new(message, i) ^ (self.flip and i == 1) for i in came}
         self.flip = False
         self.link.complete(
             message.request_id,

@@ -74,6 +74,7 @@ class Run:
             node_id=f"inference-{index}",
             token=TOKEN,
         ).start()
+        node.changes = lambda: trainer().changes if callable(trainer) else trainer.changes
         self.nodes.append(node)
         return node
 

@@ -72,8 +72,9 @@ class Model(RuleBasedStateMachine):
         mode=st.sampled_from(["in_place", "shadow"]),
         changed=st.booleans(),
         canary=st.booleans(),
+        send=st.sampled_from(["tensors", "elements"]),
     )
-    def begin(self, count, mode, changed, canary):
+    def begin(self, count, mode, changed, canary, send):
         publisher.log.disabled = True  # a hundred thousand warnings
         self.loop = VirtualLoop()
         self.was_time = publisher.time
@@ -86,7 +87,7 @@ class Model(RuleBasedStateMachine):
         self.replicas = [Replica(self.world, f"inference-{i}") for i in range(count)]
         self.world.members = {n.id: n for n in (self.trainer, *self.replicas)}
         self.journal = MemoryJournal()
-        self.config = PublicationConfig(transport="tcp", mode=mode, canary=canary)
+        self.config = PublicationConfig(transport="tcp", mode=mode, canary=canary, send=send)
         self.steps: list[tuple[int, str]] = []
         self.publisher = self.a_publisher()
 

@@ -130,6 +130,8 @@ class Trainer(Node):
 
     def reset(self) -> None:
         self.state, self.part, self.transfer = 0, (), None
+        self.remembered: tuple[int, int] | None = None
+        self.encoded: list[int] = []
 
     def abort(self) -> None:
         if self.transfer is not None and not self.transfer.done():
@@ -167,14 +169,26 @@ class Trainer(Node):
             b"",
         )
 
+    async def on_EncodeChanges(self, message: Any, _: Any) -> Completed:
+        if self.remembered is None or self.remembered[0] != message.base_version:
+            return Completed(request_id="", result={"why_not": "another version was sent last"})
+        old, new = (self.world.weights(s) for s in (self.remembered[1], self.state))
+        which = self.part if message.changed_only else range(TENSORS)
+        self.encoded = [new[i] - old[i] for i in which]
+        return Completed(request_id="", result={"nbytes": 1, "elements": len(self.encoded)})
+
     async def on_SendWeights(self, message: Any, _: Any) -> tuple[Completed, tuple[bytes, ...]]:
         weights = self.world.weights(self.state)
         sent = [weights[i] for i in (self.part if message.changed_only else range(TENSORS))]
         self.transfer = self.world.wire = asyncio.get_running_loop().create_future()
         await asyncio.sleep(LATENCY_S)
+        self.remembered = None
         if not self.transfer.done():
-            self.transfer.set_result(sent)
-        return Completed(request_id=""), (packed(await self.transfer),)
+            self.transfer.set_result(self.encoded if message.elements else sent)
+        await self.transfer
+        if message.remember:
+            self.remembered = message.version, self.state
+        return Completed(request_id=""), (packed(sent),)
 
 
 class Replica(Node):
@@ -248,15 +262,19 @@ class Replica(Node):
         self, message: Any, say: Callable[..., None]
     ) -> tuple[Completed, tuple[bytes, ...]]:
         base = message.base_version
-        if base is not None and (base != self.served or self.poisoned or not self.part):
+        if base is not None and (
+            base != self.served or self.poisoned or not (self.part or message.whole)
+        ):
             raise self.refuse("base_missing")
         self.received, self.shadow, self.busy, self.aborted = None, None, True, False
-        which = list(range(TENSORS)) if base is None else list(self.part)
+        which = list(self.part) if message.is_part else list(range(TENSORS))
         is_shadow = message.mode == "shadow"
         try:
             if not is_shadow:
                 self.stand(say)
             came = await self.arrive(message.deadline_s)
+            if message.elements:
+                came = [self.live[i] + step for i, step in zip(which, came, strict=True)]
         except JobFailed:
             self.standing = False
             self.look()

@@ -36,6 +36,9 @@ GENERATIONS, OPERATIONS = (
 )
 DROPOUT = "tests/trainer_node/adapters/test_dropout.py"
 EDGES = "tests/weight_transfer/test_edges.py"
+CHANGES = "tests/weight_transfer/test_changes.py"
+MERGES = "tests/trainer_node/export/test_changes.py::test_changed_elements_make_what_would_be_sent"
+ELEMENTS = "tests/orchestrator/test_elements.py"
 GATHER = "tests/trainer_node/export/test_gather.py"
 ROUNDING = "tests/trainer_node/adapters/test_rounding.py"
 SERVED = "tests/trainer_node/training/test_served_weights.py::test_the_trainer_computes_with_what_is_served"
@@ -229,6 +232,45 @@ MUTANTS = [
     Mutant("blocks of a checkpoint are read by each other's scales", f"{BLOCKS}::test_a_weight_is_its_codes_times_its_block_s_scale",
            "trainer_node/hf/fp8_blocks.py", "dequantised",
            "scales.float().repeat_interleave(FP8_BLOCK,", "scales.float().flip(0).repeat_interleave(FP8_BLOCK,"),
+    Mutant("changed elements arrive with any checksum", f"{CHANGES}::test_another_checksum_is_refused",
+           "weight_transfer/changes.py", "_checked",
+           "if message.nbytes and", "if False and"),
+    Mutant("a worker takes more bytes than a part has", f"{CHANGES}::test_a_larger_message_than_planned_is_refused",
+           "weight_transfer/changes.py", "_announced",
+           "if not 0 <= nbytes <= delivery.end - delivery.begin:", "if False:"),
+    Mutant("an element that stays -0.0 is not sent", f"{CHANGES}::test_the_sign_of_zero_is_dropped_and_nothing_else[dtype0-2]",
+           "weight_transfer/changes.py", "drop_zero_signs",
+           "torch.iinfo(dtype).min, 0)", "torch.iinfo(dtype).min, torch.iinfo(dtype).min)"),
+    Mutant("the old merge has the new rounding", MERGES,
+           "trainer_node/export/changes.py", "Published._present_rounding",
+           "return self._rounding", "return self._model.rounding"),
+    Mutant("the old merge has the new adapters", MERGES,
+           "trainer_node/export/changes.py", "Published._old",
+           "lora_A=a, lora_B=b", "lora_A=a"),
+    Mutant("a trainer encodes against any version", MERGES,
+           "trainer_node/export/changes.py", "Published.why_not",
+           "if self._version != base_version or", "if self._version is None or"),
+    Mutant("bytes that were encoded but not sent are encoded against", MERGES,
+           "trainer_node/export/changes.py", "Published.old_buffers",
+           "self.forget()  # until", "pass  # until"),
+    Mutant("elements of a tensor that cannot be read are changed", MERGES,
+           "trainer_node/export/changes.py", "Layout.word_bytes",
+           "if not self.unread.isdisjoint(indices):", "if False:"),
+    Mutant("changed elements go to a replica that lives anew", f"{ELEMENTS}::test_elements_need_the_same_lives_the_same_trainer_and_the_next_version",
+           "orchestrator/publication/ledger.py", "Ledger.may_send_elements",
+           "is_next and is_held and", "is_next and"),
+    Mutant("another trainer process sends changed elements", f"{ELEMENTS}::test_elements_need_the_same_lives_the_same_trainer_and_the_next_version",
+           "orchestrator/publication/ledger.py", "Ledger.may_send_elements",
+           "self._last_by == trainer", "self._last_by is not None"),
+    Mutant("changed elements follow a failure", f"{ELEMENTS}::test_after_any_failure_the_trainer_may_remember_another_version",
+           "orchestrator/publication/ledger.py", "Ledger.failed",
+           "self.state, self._last_by = left, None", "self.state = left"),
+    Mutant("a full update that is due comes as elements", f"{ELEMENTS}::test_a_full_update_that_is_due_comes_as_tensors",
+           "orchestrator/publication/elements.py", "Elements.encode",
+           "or is_due or", "or"),
+    Mutant("elements are sent however little they save", f"{ELEMENTS}::test_the_choice_is_arithmetic",
+           "orchestrator/publication/choice.py", "choose",
+           "elements_s < GAIN * whole_s", "elements_s < whole_s"),
     Mutant("the first of equal copies sends everything", f"{EDGES}::test_equal_copies_share_the_sending_and_steps_are_even",
            "weight_transfer/edges.py", "_least",
            "return queue[0][1]", "return min(queue, key=lambda entry: entry[1])[1]"),

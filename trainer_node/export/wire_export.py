@@ -24,7 +24,7 @@ Axes: B = bytes, O = out features, I = in features, R = rank, T = tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from orchestrator.protocol.messages import Manifest, TensorSpec
 from trainer_node.adapters.linears import stack_of
 from trainer_node.adapters.lora import ExpertAdapter
 from trainer_node.adapters.merge import plan_merge
-from trainer_node.adapters.rounding import Corner
+from trainer_node.adapters.rounding import Corner, Rounding
 from trainer_node.export.gather_plan import (
     ChunkPlan,
     Held,
@@ -196,6 +196,7 @@ class WireExport:
         sent: Sent | None = None,
     ) -> None:
         specs, rank = manifest.tensors, torch.distributed.get_rank()
+        self._model = model
         _check_order([spec.name for spec in specs], order)
         probed = probe(model)
         mine_by_name = {
@@ -294,6 +295,25 @@ class WireExport:
         """On rank 0: what fills every chunk without other ranks. None: other ranks have pieces."""
         chunks = range(self._placed.num_chunks)
         return None if any(self._placed.members(k) for k in chunks) else self._own
+
+    @property
+    def gathers(self) -> bool:
+        """Whether rank 0 fills chunks with other ranks' pieces."""
+        return self._exchange.moves
+
+    def merged_with(
+        self, other: Callable[[Delta], Delta], rounding: Callable[[], Rounding]
+    ) -> Merger:
+        """Merges every member of this rank that has an adapter, with another adapter and rounding.
+
+        The rest of a buffer is left as it is.
+        """
+        chunks = (
+            (nbytes, [replace(m, delta=other(m.delta)) for m in self._own.members(k) if m.delta])
+            for k, nbytes in enumerate(self._nbytes)
+        )
+        model = self._model
+        return Merger(chunks, scale=model.scale, rounding=rounding, device=model.device)
 
     def resident(self, chunk: int) -> torch.Tensor | None:
         """On rank 0: see `Merger.resident`. The caller calls `fill` for this chunk too."""

@@ -15,8 +15,9 @@ AnyMessage = (
     | jobs.NextBatch
     # orchestrator -> trainer and launcher
     | jobs.RunJob
-    | trainer.PlanPublication | trainer.OpenTransferGroup | trainer.UseLayout | trainer.SendWeights
-    | trainer.AbortSend | trainer.ReleaseMemory | trainer.StartTrainer | trainer.StopTrainer
+    | trainer.PlanPublication | trainer.OpenTransferGroup | trainer.UseLayout
+    | trainer.EncodeChanges | trainer.SendWeights | trainer.AbortSend
+    | trainer.ReleaseMemory | trainer.StartTrainer | trainer.StopTrainer
     # orchestrator -> inference node
     | inference.JoinTransferGroup | inference.LeaveTransferGroup
     | inference.PrepareUpdate | inference.UseEdges | inference.PrepareShadow

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from orchestrator.errors import ConfigError
 from orchestrator.errors import ErrorCode as ErrorCode
 
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 """The orchestrator answers `Rejected` to peers of another version."""
 
 Transport = Literal["tcp", "nccl"]
@@ -20,6 +20,9 @@ Role = Literal["trainer", "inference", "client", "launcher"]
 LayoutOrder = Literal["edges", "own", "shared", "manifest"]
 PauseMode = Literal["keep", "keep_kv", "wait", "abort"]
 PublicationMode = Literal["in_place", "shadow"]
+Sent = Literal["full", "changed", "elements"]
+"""full: all tensors. changed: those that training changes, with all of their layers. elements: of
+these, the elements that changed."""
 Dtype = Literal[
     "float32", "bfloat16", "float16", "int64", "int32", "uint8", "float64", "float8_e4m3fn"
 ]

@@ -86,6 +86,15 @@ class ReceiveWeights(Request):
     base_version: int | None = Field(default=None, ge=0)
     """None: the whole manifest comes. Else only the changed part comes, on top of this version. A
     replica that serves another version answers `Failed(code="base_missing")` and pauses nothing."""
+    elements: bool = False
+    """Only changed elements come, on top of `base_version`."""
+    whole: bool = False
+    """They are of the whole manifest, not only of its changed part."""
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the update is of the changed part."""
+        return self.base_version is not None and not self.whole
 
 
 class PrepareShadow(Request):
@@ -99,8 +108,19 @@ class PrepareShadow(Request):
     version: int = Field(ge=0)
     base_version: int | None = Field(default=None, ge=0)
     """As in `ReceiveWeights`."""
+    elements: bool = False
+    """As in `ReceiveWeights`."""
+    whole: bool = False
+    """As in `ReceiveWeights`."""
+    nbytes: int | None = Field(default=None, ge=0)
+    """Bytes of the changed elements; no worker receives more."""
     budget_bytes: int = Field(ge=0)
     """Most bytes that each worker may use in addition to its model."""
+
+    @property
+    def is_part(self) -> bool:
+        """See `ReceiveWeights.is_part`."""
+        return self.base_version is not None and not self.whole
 
 
 class SwapWeights(Request):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict, InstanceOf
 
 from orchestrator.protocol.messages.answers import Completed
-from orchestrator.protocol.messages.base import PublicationMode
+from orchestrator.protocol.messages.base import PublicationMode, Sent
 
 Metrics = dict[str, float]
 if TYPE_CHECKING:
@@ -49,9 +49,15 @@ class PublishResult(JobResult):
     """The mode that was used."""
     why_in_place: str | None = None
     """Why the configured shadow mode was not used."""
-    sent: Literal["full", "changed"] = "full"
-    """full: all tensors. changed: those that training changes, with all of their layers."""
+    sent: Sent = "full"
+    """full: all tensors. changed: those that training changes, with all of their layers. elements:
+    those elements of them that differ from the version before."""
+    why_sent: str = ""
+    """Why whole tensors or changed elements were sent."""
     bytes_sent: int = 0
+    """Bytes for each replica."""
+    changed_elements: int | None = None
+    """Number of elements sent, if only those were; of fp32, halves of elements."""
     num_tensors: int = 0
     """Number of tensors sent."""
     num_verified: int = 0

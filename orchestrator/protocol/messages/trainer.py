@@ -59,6 +59,26 @@ class UseLayout(Request):
     """Which tensors travel as FP8. The layout and the part then count in `fp8_manifest`."""
 
 
+class EncodeChanges(Request):
+    """Encode the elements of an update that differ from an earlier version. Nothing is sent.
+
+    `Completed.result` has `nbytes` and `elements`, which all ranks send to a replica. Or `why_not`:
+    why whole tensors must be sent.
+    """
+
+    kind: Literal["EncodeChanges"] = "EncodeChanges"
+    version: int = Field(ge=0)
+    base_version: int = Field(ge=0)
+    """What every replica holds."""
+    changed_only: bool = False
+    """As in `SendWeights`."""
+    unread: tuple[int, ...] = ()
+    """Indices of the update's tensors that a replica cannot read back, so it cannot change
+    elements of them."""
+    most_bytes: int = Field(ge=0)
+    """More encoded bytes are not worth it; the trainer then stops."""
+
+
 class SendWeights(Request):
     """Export, merge and send every tensor of the manifest to every group, in the order of
     `UseLayout`.
@@ -71,6 +91,10 @@ class SendWeights(Request):
     version: int = Field(ge=0)
     changed_only: bool = False
     """Send the part that `UseLayout.part` named."""
+    elements: bool = False
+    """Send what `EncodeChanges` encoded."""
+    remember: bool = False
+    """Keep what was sent, so that the next update can be one of changed elements."""
 
 
 class AbortSend(Message):

@@ -10,95 +10,31 @@ from dataclasses import replace
 import pytest
 import torch
 
-from inference_node.server import all_workers
 from inference_node.shared.watchdog import Watchdog
 from inference_node.worker import chunk_plan
 from inference_node.worker.direct import DirectReceiver
-from inference_node.worker.placement import ParamFormat, PlacementPlan, Region, whole_layers
+from inference_node.worker.placement import PlacementPlan, Region
 from inference_node.worker.shadow import Shadow
 from orchestrator.errors import TransferError
-from orchestrator.protocol.messages import Manifest, TensorSpec, WireLayout
+from orchestrator.protocol.messages import Manifest
 from tests.inference_node.stand_ins import CudaWire, Wire
-from weight_transfer.digest import PreparedDigest, row_major_strides, tensor_digest
-
-H, I, E = 4, 6, 3  # hidden, intermediate, experts  # noqa: E741
-
-
-def spec(name, *shape, dtype="float32"):
-    return TensorSpec(name=name, dtype=dtype, shape=shape)
-
-
-def whole(name, shape, module, param, offset, strides=None):
-    dense = row_major_strides(shape)
-    return Region(
-        name=name,
-        first_index=0,
-        index_strides=dense,
-        size=shape,
-        module=module,
-        param=param,
-        offset=offset,
-        strides=strides or dense,
-    )
-
-
-def fmt(module, param, *shape, dtype="float32", alias_of=None):
-    numel = torch.Size(shape).numel()
-    return ParamFormat(
-        module=module,
-        param=param,
-        shape=shape,
-        stride=row_major_strides(shape),
-        dtype=dtype,
-        numel=numel,
-        alias_of=alias_of,
-    )
+from tests.inference_node.worker.experts_layer import (
+    E,
+    H,
+    I,
+    moe_layer,
+    names,
+    plan_layout,
+    whole,
+)
+from weight_transfer.digest import PreparedDigest, tensor_digest
 
 
 @pytest.fixture
 def moe(monkeypatch):
-    """Three experts whose gate and up follow each other in w13, their downs in w2, and a
-    norm; sent expert by expert.
-    """
+    """See `moe_layer`; its runs of this size are large."""
     monkeypatch.setattr(chunk_plan, "SMALL_BYTES", 64)
-    specs, regions = [], []
-    for e in range(E):
-        for k, part in enumerate(("gate", "up")):
-            specs.append(spec(f"{e}.{part}", I, H))
-            regions.append(whole(f"{e}.{part}", (I, H), "experts", "w13", (2 * e + k) * I * H))
-        specs.append(spec(f"{e}.down", H, I))
-        regions.append(whole(f"{e}.down", (H, I), "experts", "w2", e * H * I))
-    specs.append(spec("norm", H))
-    regions.append(whole("norm", (H,), "norm", "weight", 0))
-    formats = [
-        fmt("experts", "w13", E, 2 * I, H),
-        fmt("experts", "w2", E, H, I),
-        fmt("norm", "weight", H),
-    ]
-    plan = PlacementPlan(
-        regions=tuple(regions),
-        formats={(f.module, f.param): f for f in formats},
-        covered={},
-        sent_dtypes={s.name: s.dtype for s in specs},
-    )
-    live = {key: torch.zeros(f.shape) for key, f in plan.formats.items()}
-    return Manifest(tensors=tuple(specs)), plan, live
-
-
-def plan_layout(plan, manifest, live):
-    """What a replica of one worker comes to, step by step as `Control` takes them."""
-    stuck = chunk_plan.obstacles(plan, manifest, live)
-    reload = whole_layers(plan, manifest, sorted(stuck))
-    reasons = {why: [i for i, w in stuck.items() if w == why] for why in stuck.values()}
-    why = all_workers.explain(manifest, reasons, reload, within=range(len(manifest.tensors)))
-    chunks = chunk_plan.plan_chunks(
-        manifest, reload=reload, runs=chunk_plan.whole_runs(plan, manifest, reload)
-    )
-    return WireLayout(chunks=chunks, why_not_live=why)
-
-
-def names(manifest, chunk):
-    return [manifest.tensors[i].name for i in chunk.tensors]
+    return moe_layer()
 
 
 def test_all_experts_of_a_layer_are_one_piece_in_the_order_of_memory(moe):

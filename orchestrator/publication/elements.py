@@ -1,0 +1,81 @@
+"""Updates of changed elements: whether the next one may be such, and what the trainer encoded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from orchestrator.protocol.messages import EncodeChanges
+from orchestrator.publication.answers import EncodeAnswer, valid
+from orchestrator.publication.choice import GAIN, Rates, choose, remembers
+from orchestrator.publication.config import PublicationConfig
+from orchestrator.publication.ledger import Ledger
+from orchestrator.publication.members import Members
+from orchestrator.publication.planner import Wire
+
+
+@dataclass(slots=True, kw_only=True)
+class Elements:
+    """Decides for each update, and outlives it."""
+
+    members: Members
+    ledger: Ledger
+    config: PublicationConfig
+    rates: Rates = field(default_factory=Rates)
+    _encode_s: float = 0.0
+    """Seconds of the last encoding."""
+
+    def remembers(self, wire: Wire) -> bool:
+        """Whether the trainer keeps what this update brings, for the next one."""
+        return remembers(self.config.send, wire.manifest.nbytes, self.rates)
+
+    def note(self, wire: Wire, seconds: float) -> None:
+        """Note how long a transfer took that has succeeded."""
+        if wire.encoded is None:
+            self.rates.sent(wire.nbytes, seconds)
+        else:
+            self.rates.coded(wire.manifest.nbytes, wire.nbytes, self._encode_s + seconds)
+
+    async def encode(
+        self, wire: Wire, version: int, replicas: Sequence[str], *, is_due: bool
+    ) -> tuple[Wire, str]:
+        """Have the trainer encode changed elements, if they may be sent and are worth it.
+
+        Args:
+            is_due: a full update is.
+
+        Returns: what travels, and why.
+
+        Raises:
+            JobFailed | NodeLost: the trainer failed. Nothing has paused.
+        """
+        lives, process = self.members.lives(replicas), self.members.trainer_process
+        base = self.ledger.version
+        may = self.ledger.may_send_elements(version, lives=lives, trainer=process)
+        if base is None or is_due or not may:
+            return wire, "not every replica holds what this trainer sent last"
+        whole_bytes = wire.manifest.nbytes
+        choice = choose(self.config.send, whole_bytes, self.rates)
+        if not choice.elements:
+            return wire, choice.why
+        began = time.monotonic()
+        names = enumerate(spec.name for spec in wire.manifest.tensors)
+        request = EncodeChanges(
+            deadline_s=self.config.transfer_timeout_s,
+            version=version,
+            base_version=base,
+            changed_only=wire.is_part,
+            unread=tuple(i for i, name in names if name in self.ledger.unread),
+            most_bytes=int(GAIN * whole_bytes),
+        )
+        completed, _ = await self.members.router.request(
+            "trainer", request, phase="encoding changed elements"
+        )
+        answer = valid("trainer", EncodeAnswer, completed.result)
+        self._encode_s = time.monotonic() - began
+        if answer.why_not is not None:
+            if answer.nbytes:
+                self.rates.coded(whole_bytes, answer.nbytes, self._encode_s)
+            return wire, answer.why_not
+        return replace(wire, base=base, encoded=answer), choice.why

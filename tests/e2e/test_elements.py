@@ -1,0 +1,131 @@
+"""Publications of changed elements: real Megatron, real vLLM, every version verified."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.protocol.messages import (
+    InitialSync,
+    LossSpec,
+    OptimParams,
+    Resync,
+    TrainMerged,
+    batch_specs,
+)
+from splice.client.run_file import RunFile
+from splice.cluster import Cluster
+from tests.e2e.batches import PROMPT, as_batch
+from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
+from tests.e2e.servers import scored
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def train(cluster: Cluster, *, lr: float = 1e-4) -> Any:
+    answer = [3, 4, 5, 6]
+    specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + len(answer))
+    job = TrainMerged(loss=LossSpec(name="cross_entropy"), optim=OptimParams(lr=lr), tensors=specs)
+    return cluster.client.run(job, buffers=as_batch(answer), timeout_s=300.0)
+
+
+def run_file(
+    folder: Path,
+    model: Path,
+    *,
+    mode: str,
+    parallel: dict[str, int] | None = None,
+    workers: int = 1,
+    replicas: int = 1,
+    vllm: tuple[str, ...] = (),
+    **trainer: object,
+) -> RunFile:
+    return RunFile(
+        name="tiny",
+        model=model,
+        run_dir=folder / "run",
+        dtype="bfloat16",
+        publication={"mode": mode, "send": "elements"},
+        trainer={"python": TRAINER_PYTHON, "parallel": parallel or {}, **trainer},
+        inference={
+            "python": INFERENCE_PYTHON,
+            "tensor_parallel": workers,
+            "replicas": replicas,
+            "max_model_len": 256,
+            "cpu_kv_cache_gb": 0.1,
+            "extra_args": vllm,
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("arch", "parallel", "workers", "replicas", "mode"),
+    [
+        pytest.param("qwen3", {}, 1, 1, "in_place", id="1-1"),
+        pytest.param("qwen3", {}, 1, 1, "shadow", id="1-1-shadow"),
+        pytest.param("qwen3_moe", {"expert": 2}, 2, 1, "in_place", id="ep2-tp2"),
+        pytest.param("qwen3", {"tensor": 2}, 1, 2, "shadow", id="tp2-rep2-shadow",
+                     marks=pytest.mark.whole),
+    ],
+)  # fmt: skip
+def test_changed_elements_give_the_same_version_as_all_tensors(
+    models: dict[str, Path],
+    tmp_path: Path,
+    arch: str,
+    parallel: dict[str, int],
+    workers: int,
+    replicas: int,
+    mode: str,
+) -> None:
+    run = run_file(
+        tmp_path, models[arch], mode=mode, parallel=parallel, workers=workers, replicas=replicas
+    )
+    with Cluster(run) as cluster:
+        first = cluster.client.run(InitialSync(), timeout_s=300.0)
+        steps = [train(cluster) for _ in range(6)]
+        url = cluster.base_urls[0]
+        before = scored(url, "tiny@6")
+        again = cluster.client.run(Resync(), timeout_s=300.0)
+        after = scored(url, "tiny@6")
+    assert (first.sent, again.sent) == ("full", "full")
+    for result in steps:
+        assert result.sent == "elements", result.why_sent
+        assert result.mode == mode and result.attempts == 1
+        assert result.num_verified == result.num_tensors and not result.unverified
+        assert result.changed_elements > 0 and result.bytes_sent < 0.5 * first.bytes_sent
+    assert before == after
+
+
+@pytest.mark.parametrize(
+    ("kind", "vllm", "trainer", "kinds"),
+    [
+        pytest.param("full", (), {"finetuning_type": "full"}, ["elements"] * 3, id="full"),
+        pytest.param("fp8", ("--quantization", "fp8_per_channel"),
+                     {"lora": {"targets": ("q_proj", "k_proj", "v_proj", "o_proj")}},
+                     ["changed", "elements", "elements"], id="fp8", marks=pytest.mark.whole),
+    ],
+)  # fmt: skip
+def test_what_was_sent_is_kept_where_adapters_do_not_tell_what_changed(
+    models: dict[str, Path],
+    tmp_path: Path,
+    kind: str,
+    vllm: tuple[str, ...],
+    trainer: dict[str, object],
+    kinds: list[str],
+) -> None:
+    """Of LoRA training, the changed part is sent once before it can be changed."""
+    run = run_file(
+        tmp_path, models["qwen3"], mode="in_place", vllm=vllm, remember_bytes=2**30, **trainer
+    )
+    lr = 1e-5 if kind == "full" else 1e-4
+    with Cluster(run) as cluster:
+        first = cluster.client.run(InitialSync(), timeout_s=300.0)
+        steps = [train(cluster, lr=lr) for _ in kinds]
+        again = cluster.client.run(Resync(), timeout_s=300.0)
+    assert [r.sent for r in (first, *steps, again)] == ["full", *kinds, "full"]
+    for result in steps:
+        assert result.num_verified == result.num_tensors and not result.unverified
+        assert result.attempts == 1
+    assert steps[-1].bytes_sent < 0.5 * first.bytes_sent

@@ -1,0 +1,212 @@
+"""When a publication sends only changed elements: on top of what the same trainer sent last, to
+replicas that hold it, and never after a failure."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.errors import PublicationError
+from orchestrator.protocol.messages import EncodeChanges, ErrorCode, Resync
+from orchestrator.publication.choice import Rates, choose, remembers
+from orchestrator.publication.ledger import Ledger
+from orchestrator.publication.state import State
+from tests.orchestrator.changing import CHANGING, PART, start, train
+from tests.orchestrator.fake_nodes import soon
+from tests.orchestrator.run import Run
+from tests.orchestrator.virtual import MemoryJournal
+
+
+@pytest.fixture(params=["in_place", "shadow"])
+def run(request, tmp_path):
+    with Run(tmp_path, send="elements", mode=request.param) as run:
+        yield run
+
+
+def test_only_elements_travel_and_the_report_says_so(run):
+    trainer, (replica,) = start(run)
+    first = train(run)
+    assert (first.sent, first.bytes_sent, first.changed_elements) == ("elements", 8, 1)
+    assert (first.num_tensors, first.num_verified) == (2, 2)
+    assert first.why_sent == "publication.send is 'elements'" and "encode" in first.seconds
+    assert train(run).sent == "elements"
+    assert replica.bases == [None, 0, 1]
+    assert replica.served[-1] == (2, [10, 22, 30])
+    resync = run.client.run(Resync())
+    assert (resync.sent, resync.changed_elements) == ("full", None)
+    assert train(run).sent == "elements"
+    asked = [m for m in trainer.messages if isinstance(m, EncodeChanges)]
+    assert [m.base_version for m in asked] == [0, 1, 2]
+
+
+def test_after_a_wrong_digest_everything_is_sent(run):
+    _, (replica,) = start(run)
+    replica.flip_swap = True
+    replica.flip = run.config.publication.mode == "in_place"
+    result = train(run)
+    assert (result.attempts, result.sent) == (2, "full")
+    assert replica.served[-1] == (1, [10, 21, 30])
+    replica.flip_swap = False
+    assert train(run).sent == "elements"
+
+
+def test_a_failed_encoding_is_not_tried_again_for_this_version(run):
+    trainer, (replica,) = start(run)
+    trainer.script["EncodeChanges"] = lambda m: trainer.refuse(m, code=ErrorCode.INTERNAL)
+    result = train(run)
+    assert (result.attempts, result.sent) == (2, "full")
+    assert replica.served[-1] == (1, [10, 21, 30])
+
+
+def test_another_trainer_process_sends_everything_first(run):
+    trainer, (replica,) = start(run)
+    assert train(run).sent == "elements"
+    trainer.die()
+    successor = run.trainer()
+    successor.manifest = CHANGING
+    replica.source, replica.changes = lambda: successor.weights, lambda: successor.changes
+    assert train(run).sent == "full" and train(run).sent == "elements"
+
+
+def test_a_trainer_that_sent_another_version_last_says_so(run):
+    trainer, _ = start(run)
+    trainer.remembered = (7, [0, 0, 0])
+    result = train(run)
+    assert (result.sent, result.why_sent) == ("changed", "version 0 is not remembered")
+
+
+def test_a_code_that_is_hardly_smaller_is_not_sent(run):
+    trainer, _ = start(run)
+    trainer.code_bytes = 60
+    result = train(run)
+    assert (result.sent, result.why_sent) == ("changed", "too many bytes")
+
+
+def test_a_replica_behind_gets_everything_and_then_elements(tmp_path):
+    with Run(tmp_path, send="elements", replicas=2) as run:
+        _, (one, other) = start(run, replicas=2)
+        assert train(run).sent == "elements"
+        other.restarted()
+        assert soon(lambda: len(other.served) >= 3)
+        assert one.bases == [None, 0] and other.bases == [None, 0, None]
+        assert train(run).sent == "elements" and one.bases[-1] == other.bases[-1] == 1
+
+
+def test_a_full_update_that_is_due_comes_as_tensors(tmp_path):
+    with Run(tmp_path, send="elements", full_every=3) as run:
+        start(run)
+        kinds = ["elements", "elements", "full", "elements"]
+        assert [train(run).sent for _ in range(4)] == kinds
+
+
+def test_tensors_that_were_not_verified_travel_whole(tmp_path):
+    """Their index counts in what is sent."""
+    with Run(tmp_path, send="elements") as run:
+        trainer, (replica,) = start(run)
+        assert replica.part == PART
+        run.orchestrator._publisher._ledger.unread = frozenset({"w2"})
+        assert train(run).sent == "elements"
+        asked = [m for m in trainer.messages if isinstance(m, EncodeChanges)]
+        assert asked[0].unread == (1,)
+
+
+# ------------------------------------------------------------ the arithmetic
+
+
+def rates(*, link: float | None, encoding: float | None = None, share: float = 0.05) -> Rates:
+    found = Rates()
+    if link is not None:
+        for _ in range(2):
+            found.sent(10**9, 10**9 / link)
+    if encoding is not None:
+        travel_s = share * 10**9 / link if link else 0.0
+        found.coded(10**9, int(share * 10**9), 10**9 / encoding + travel_s)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("found", "nbytes", "elements", "why"),
+    [
+        (rates(link=None), 10**10, False, "not measured yet"),
+        (rates(link=370e9), 61 * 10**9, False, "whole tensors take 0.16 s"),
+        (rates(link=12.5e9), 61 * 10**9, True, "would take 4.88 s, changed elements 2.44 s"),
+        (rates(link=1.25e9, encoding=1e11), 61 * 10**9, True, "48.8 s, changed elements 3.05 s"),
+        (rates(link=1.25e9, encoding=1e9), 61 * 10**9, False, "48.8 s, changed elements 63.4 s"),
+        (rates(link=1e8, encoding=1e11, share=0.9), 10**10, False, "100 s, changed elements 90.1"),
+    ],
+)
+def test_the_choice_is_arithmetic(found, nbytes, elements, why):
+    choice = choose("auto", nbytes, found)
+    assert choice.elements is elements and why in choice.why
+
+
+def test_a_forced_choice_says_so():
+    assert choose("elements", 1, Rates()).elements
+    assert not choose("tensors", 10**12, rates(link=1.0)).elements
+
+
+def test_the_trainer_remembers_only_what_may_be_needed():
+    slow, fast = rates(link=1e6), rates(link=1e12)
+    assert remembers("auto", 10**9, Rates()) and remembers("auto", 10**9, slow)
+    assert not remembers("auto", 10**9, fast) and not remembers("tensors", 10**9, slow)
+    assert remembers("elements", 10**9, fast)
+
+
+def test_one_slow_transfer_decides_nothing():
+    """The first one may have warmed up."""
+    found = Rates()
+    found.sent(10**9, 100.0)
+    assert found.link is None
+    found.sent(10**9, 0.01)
+    found.sent(10**9, 100.0)
+    assert found.link == 1e11
+
+
+def test_what_the_link_takes_is_no_coding():
+    found = rates(link=1e9, encoding=2e9, share=0.5)
+    assert found.coding == pytest.approx(2e9) and found.share == 0.5
+
+
+# ------------------------------------------------------------ the ledger
+
+
+@pytest.fixture
+def ledger():
+    """@0 is served by two replicas, and this trainer sent it."""
+    found = Ledger(MemoryJournal())
+    for state in (State.PLANNED, State.DURABLE, State.PAUSED, State.APPLYING):
+        found.step(state, 0)
+    for state in (State.FINISHED, State.VERIFIED, State.COMMITTED):
+        found.step(state, 0)
+    held = {"one": "life 1", "other": "life 2"}
+    found.committed(0, holding=held, trainer="trainer 1", is_full=True, unread=["packed"])
+    return found
+
+
+def may(ledger, version=1, *, trainer="trainer 1", **lives):
+    return ledger.may_send_elements(version, lives=lives, trainer=trainer)
+
+
+def test_elements_need_the_same_lives_the_same_trainer_and_the_next_version(ledger):
+    assert may(ledger, one="life 1", other="life 2") and may(ledger, one="life 1")
+    assert not may(ledger, one="life 1", other="life 3")
+    assert not may(ledger, one="life 1", third="life 1")
+    assert not may(ledger, one="life 1", trainer="trainer 2")
+    assert not may(ledger, 0, one="life 1")
+
+
+def test_after_any_failure_the_trainer_may_remember_another_version(ledger):
+    failed = PublicationError("any")
+    ledger.failed(1, failed, failed_in=State.PLANNED, left=State.IDLE, lost=())
+    assert ledger.version == 0 and not may(ledger, one="life 1", other="life 2")
+
+
+def test_what_cannot_be_read_is_remembered_until_everything_is_sent_again(ledger):
+    def committed(version, **more):
+        ledger.state = State.COMMITTED
+        ledger.committed(version, holding={}, trainer="t", **more)
+        return ledger.unread
+
+    assert ledger.unread == {"packed"}
+    assert committed(1, is_full=False, unread=None) == {"packed"}
+    assert committed(2, is_full=False, unread=["more"]) == {"packed", "more"}
+    assert committed(3, is_full=True, unread=[]) == set()

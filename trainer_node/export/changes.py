@@ -1,0 +1,303 @@
+"""Encodes the elements of an update that differ from what was sent last.
+
+    published.remember(version, ...)     after a send
+    encode(layout, published, ...)       old and new bytes of each buffer, and their differences
+
+In LoRA training a copy of the adapters is kept. An old buffer is then a copy of the new one, in
+which everything with an adapter is merged again, with the old adapters, the same base and the same
+thresholds of rounding. So it has the bits that were sent.
+
+Axes: B = bytes, N = tensors of the manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias, TypeGuard
+
+import torch
+
+from orchestrator.protocol.messages import DTYPE_BYTES, Manifest
+from trainer_node.adapters.rounding import Rounding
+from trainer_node.export.bridge_export import BridgeExport
+from trainer_node.export.fp8_export import Fp8Export
+from trainer_node.export.fp8_steps import Fp8Steps
+from trainer_node.export.merger import Merger
+from trainer_node.export.sources import Delta
+from trainer_node.export.wire_export import WireExport
+from trainer_node.model.model import Model
+from weight_transfer.changes import Buffers, Message, drop_zero_signs, encode_buffer, whole
+from weight_transfer.digest import PreparedDigest
+from weight_transfer.edges import Delivery, Step, digest_of_pieces
+from weight_transfer.layout import chunk_offsets, views_of
+
+Export: TypeAlias = WireExport | BridgeExport | Fp8Export | Fp8Steps
+"""What fills the chunks of an update."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The buffers that an export fills, and what a replica can read back of them."""
+
+    export: Export
+    steps: Sequence[Step] | None
+    manifest: Manifest
+    order: Sequence[Sequence[int]]
+    unsigned: frozenset[int]
+    """Tensors of which a replica may not read back the sign of zero."""
+    unread: frozenset[int]
+    """Tensors that a replica cannot read back."""
+    device: torch.device
+
+    @property
+    def count(self) -> int:
+        """Number of buffers."""
+        return len(self.order if self.steps is None else self.steps)
+
+    def nbytes(self, k: int) -> int:
+        """Bytes of buffer k."""
+        if self.steps is not None:
+            return self.steps[k].nbytes
+        return sum(self.manifest.tensors[i].nbytes for i in self.order[k])
+
+    def tensors(self, k: int) -> Sequence[int]:
+        """Indices of the tensors in buffer k."""
+        steps = self.steps
+        return self.order[k] if steps is None else [one.piece.index for one in steps[k].placed]
+
+    def deliveries(self, k: int) -> Sequence[Delivery]:
+        """What is sent of buffer k."""
+        steps = self.steps
+        return whole(self.nbytes(k)) if steps is None else steps[k].deliveries
+
+    def word_bytes(self, k: int) -> int:
+        """As in `encode_buffer`."""
+        specs, indices = self.manifest.tensors, self.tensors(k)
+        if not self.unread.isdisjoint(indices):
+            return 0
+        return min(2, *(DTYPE_BYTES[specs[i].dtype] for i in indices))
+
+    def digest(self, k: int, buffer_B: torch.Tensor) -> PreparedDigest:
+        """The digest of buffer k."""
+        steps, specs = self.steps, self.manifest.tensors
+        if steps is not None:
+            return digest_of_pieces([buffer_B], [steps[k]], specs)
+        tensors = views_of(buffer_B, [specs[i] for i in self.order[k]])
+        return PreparedDigest(tensors, rows=self.order[k])
+
+    def filled(self, k: int) -> torch.Tensor:
+        """Buffer k with the present weights; perhaps a parameter's own memory."""
+        there_B = self.export.resident(k)
+        if there_B is not None:
+            return there_B
+        buffer_B = torch.empty(self.nbytes(k), dtype=torch.uint8, device=self.device)
+        self.export.fill(k, buffer_B)
+        return buffer_B
+
+    def as_read(self, k: int, buffer_B: torch.Tensor) -> torch.Tensor:
+        """Buffer k as a replica reads it back: -0.0 is 0.0 where it may not know."""
+        steps, specs, fresh = self.steps, self.manifest.tensors, buffer_B
+        for index, offset, numel in (
+            zip(
+                self.order[k],
+                chunk_offsets([specs[i] for i in self.order[k]]),
+                (specs[i].numel for i in self.order[k]),
+                strict=True,
+            )
+            if steps is None
+            else ((p.piece.index, p.offset, p.piece.box.numel) for p in steps[k].placed)
+        ):
+            if index in self.unsigned:
+                fresh = buffer_B.clone() if fresh is buffer_B else fresh
+                size = DTYPE_BYTES[specs[index].dtype]
+                drop_zero_signs(fresh[offset : offset + numel * size], size)
+        return fresh
+
+
+class Published:
+    """What was sent last, so that old buffers can be made again.
+
+    Where every rank that sends merges its own tensors, the old adapters suffice. Elsewhere (full
+    parameters, FP8 weights, pieces that rank 0 gathers) the buffers themselves are kept.
+
+    Args:
+        most_bytes: host memory of this rank for buffers.
+    """
+
+    def __init__(self, model: Model, *, most_bytes: int) -> None:
+        self._model, self._most_bytes = model, most_bytes
+        self._is_cuda = model.device.type == "cuda"
+        self._version: int | None = None
+        self._of: Export | None = None
+        """The export whose buffers are kept, if they are."""
+        self._rounding: Rounding | None = None
+        self._olds: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        """id of a parameter -> it, its copy in host memory, and the tensor that merges read: on a
+        CPU the copy itself, on a GPU empty between encodings."""
+        self._mergers: weakref.WeakKeyDictionary[WireExport, Merger] = weakref.WeakKeyDictionary()
+        self._kept: dict[int, torch.Tensor] = {}
+        """Number of a buffer -> its bytes, in host memory."""
+
+    def _merges(self, export: Export) -> TypeGuard[WireExport]:
+        is_own = isinstance(export, WireExport) and not export.gathers
+        return is_own and not self._model.trains_all
+
+    def why_not(self, base_version: int, layout: Layout) -> str | None:
+        """Why changes against this version cannot be encoded; None if they can."""
+        is_merged = self._merges(layout.export)
+        if not is_merged and not self.keeps(layout):
+            return (
+                "these tensors' adapters do not tell what changed, and trainer.remember_bytes is "
+                "too small to keep them"
+            )
+        is_kept = is_merged or self._of is layout.export
+        if self._version != base_version or not is_kept:
+            return f"the trainer does not remember version {base_version}"
+        return None
+
+    def keeps(self, layout: Layout) -> bool:
+        """Whether a send must hand over its buffers to `keep`."""
+        nbytes = sum(layout.nbytes(k) for k in range(layout.count))
+        return not self._merges(layout.export) and nbytes <= self._most_bytes
+
+    def keep(self, k: int, buffer_B: torch.Tensor) -> None:
+        """Copy a buffer that is being sent, on the current stream."""
+        old_B = self._kept.get(k)
+        if old_B is None or old_B.numel() != buffer_B.numel():
+            old_B = self._kept[k] = torch.empty_like(
+                buffer_B, device="cpu", pin_memory=self._is_cuda
+            )
+        old_B.copy_(buffer_B, non_blocking=True)
+
+    def kept(self, k: int) -> torch.Tensor:
+        """What was kept of a buffer."""
+        return self._kept[k].to(self._model.device)
+
+    def forget(self) -> None:
+        """Encode nothing until the next `remember`, because something else may have been sent."""
+        self._version = None
+
+    def free(self) -> None:
+        """Free all that is kept: the model has other adapters, or nobody will ask for it."""
+        self.forget()
+        self._olds.clear()
+        self._mergers.clear()
+        self._kept.clear()
+
+    @torch.no_grad()
+    def remember(self, version: int, kept_of: Export | None) -> None:
+        """Take the present adapters for those of a version, and the buffers that were kept.
+
+        Args:
+            kept_of: the export whose buffers were kept, if they were.
+        """
+        self.forget()
+        if not self._model.trains_all:
+            for trained in self._model.params:
+                param = trained.param
+                if id(param) not in self._olds:
+                    host = torch.empty_like(param, device="cpu", pin_memory=self._is_cuda)
+                    old = param.new_empty(0) if self._is_cuda else host
+                    self._olds[id(param)] = param, host, old
+                self._olds[id(param)][1].copy_(param, non_blocking=True)
+        if self._is_cuda:
+            torch.cuda.synchronize(self._model.device)
+        self._version, self._rounding = version, self._model.rounding
+        self._of = kept_of
+
+    @contextlib.contextmanager
+    def old_buffers(self, export: Export) -> Iterator[Callable[[int, torch.Tensor], torch.Tensor]]:
+        """Gives a function that makes the old bytes of a buffer, given its new ones."""
+        if not self._merges(export):
+            self.forget()  # until the new bytes, which are kept now, have been sent
+
+            def replaced(k: int, new_B: torch.Tensor) -> torch.Tensor:
+                old_B = self.kept(k).clone()
+                self.keep(k, new_B)
+                return old_B
+
+            yield replaced
+            return
+        for param, host, old in self._olds.values():
+            if old is not host:
+                old.data = host.to(param.device, non_blocking=True)
+        try:
+            if export not in self._mergers:
+                self._mergers[export] = export.merged_with(self._old, self._present_rounding)
+            yield functools.partial(_merged_again, self._mergers[export])
+        finally:
+            for _, host, old in self._olds.values():
+                if old is not host:
+                    old.data = old.new_empty(0)
+
+    def _present_rounding(self) -> Rounding:
+        assert self._rounding is not None
+        return self._rounding
+
+    def _old(self, delta: Delta) -> Delta:
+        a, b = self._olds[id(delta.lora_A)][2], self._olds[id(delta.lora_B)][2]
+        return replace(delta, lora_A=a, lora_B=b)
+
+
+def _merged_again(merger: Merger, k: int, new_B: torch.Tensor) -> torch.Tensor:
+    """The new bytes, with everything that has an adapter merged with the old one."""
+    if not merger.members(k):
+        return new_B
+    old_B = new_B.clone()
+    merger.fill(k, old_B)
+    return old_B
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """An update of changed elements, as this rank sends it."""
+
+    version: int
+    layout: Layout
+    buffers: Buffers
+    digests_N: torch.Tensor
+    """Of the new tensors, or of this rank's pieces of them; on the CPU."""
+    elements: int
+    nbytes: int
+    """Bytes that travel to each replica."""
+    fill: Callable[[int], torch.Tensor]
+    """Returns the new bytes of a buffer once more."""
+
+
+@torch.no_grad()
+def encode(layout: Layout, published: Published, *, version: int, most_bytes: int) -> Encoded:
+    """Encode every buffer of this rank; `layout.export` has been started.
+
+    It stops early after more than `most_bytes`.
+    """
+    export, elements, nbytes = layout.export, 0, 0
+    count = len(layout.manifest.tensors)
+    digests_N = torch.zeros(count, dtype=torch.int64, device=layout.device)
+    buffers: list[Sequence[Message]] = []
+    with published.old_buffers(export) as old_bytes:
+        for k in range(layout.count):
+            if nbytes > most_bytes or not layout.nbytes(k):
+                buffers.append(())
+                continue
+            new_B, word_bytes = layout.filled(k), layout.word_bytes(k)
+            layout.digest(k, new_B).launch(digests_N)
+            old_B = old_bytes(k, new_B)
+            messages, changed = encode_buffer(
+                layout.as_read(k, old_B), new_B, layout.deliveries(k), word_bytes=word_bytes
+            )
+            buffers.append(messages)
+            elements += changed
+            nbytes += sum(message.sent_bytes for message in messages)
+    return Encoded(
+        version=version,
+        layout=layout,
+        buffers=buffers,
+        digests_N=digests_N.cpu(),
+        elements=elements,
+        nbytes=nbytes,
+        fill=published.kept if published.keeps(layout) else layout.filled,
+    )

@@ -1,0 +1,265 @@
+"""An update of changed elements on the wire: each buffer of a layout as a code, or as it is.
+
+    encode_buffer(old_B, new_B, ...)   on a rank, for each chunk or step: its messages
+    send_changes(groups, buffers)      a table of sizes and checksums first, then the messages
+    receive_changes(group, buffers)    on a worker: everything, into host memory
+    restore(messages, buffer_B)        makes a buffer of its old bytes, in place
+
+The table comes first because sizes vary. A message without a change is empty and does not travel.
+Until all messages have arrived and their checksums are right, a worker changes nothing.
+
+Axes: B = bytes.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from orchestrator.errors import TransferError, TransferTimeout
+from weight_transfer import delta
+from weight_transfer.edges import Delivery
+from weight_transfer.groups import TransferGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """A part of a buffer as it travels."""
+
+    delivery: Delivery
+    """The part, and where it goes or comes from. Without peers: to all, or from rank 0."""
+    nbytes: int
+    """Bytes on the wire, to each peer. A code is shorter than what it stands for."""
+    crc: int
+    body_B: torch.Tensor | None = None
+    """The bytes, in host memory. None: they are not there yet, or the sender fills them again."""
+
+    @property
+    def is_code(self) -> bool:
+        """Whether it stands for changes of the old bytes."""
+        return self.nbytes < self.delivery.end - self.delivery.begin
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes on the wire to all peers."""
+        return self.nbytes * max(1, len(self.delivery.peers))
+
+    def row(self) -> tuple[int, int]:
+        """Its row in the table."""
+        return self.nbytes, self.crc
+
+
+Buffers = Sequence[Sequence[Message]]
+"""The messages of each chunk or step."""
+
+
+def whole(nbytes: int) -> tuple[Delivery, ...]:
+    """The deliveries of a chunk that all workers receive."""
+    return (Delivery(peers=(), begin=0, end=nbytes),) if nbytes else ()
+
+
+# ------------------------------------------------------------ sending
+
+
+def drop_zero_signs(floats_B: torch.Tensor, element_bytes: int) -> None:
+    """Make -0.0 to 0.0 in place: some tensors are read back without the sign of zero.
+
+    Only of 2 or 4 bytes; integers may change too, which does no harm if both ends do it.
+    """
+    dtype = {2: torch.int16, 4: torch.int32}.get(element_bytes)
+    if dtype is not None:
+        bits = floats_B.view(dtype)
+        bits.masked_fill_(bits == torch.iinfo(dtype).min, 0)
+
+
+def encode_buffer(
+    old_B: torch.Tensor, new_B: torch.Tensor, deliveries: Sequence[Delivery], *, word_bytes: int
+) -> tuple[list[Message], int]:
+    """Return the messages of one buffer, and how many of its words changed.
+
+    Args:
+        word_bytes: 0 if the buffer travels as it is.
+    """
+    messages, changed = list[Message](), 0
+    for one in deliveries:
+        here, size = slice(one.begin, one.end), one.end - one.begin
+        if word_bytes:
+            code, count = delta.encode(old_B[here], new_B[here], word_bytes=word_bytes)
+            changed += count
+            if len(code) < size:
+                body_B = torch.from_numpy(np.frombuffer(bytearray(code), np.uint8))
+                crc = zlib.crc32(code)
+                messages.append(Message(delivery=one, nbytes=len(code), crc=crc, body_B=body_B))
+                continue
+        crc = zlib.crc32(new_B[here].cpu().numpy().data)
+        messages.append(Message(delivery=one, nbytes=size, crc=crc))
+    return messages, changed
+
+
+def send_changes(
+    groups: Mapping[str, TransferGroup],
+    buffers: Buffers,
+    *,
+    fill: Callable[[int], torch.Tensor],
+    device: torch.device,
+    deadline: float,
+) -> None:
+    """Send the table and every message to every group.
+
+    Args:
+        fill: returns the new bytes of a buffer of which a message has no body.
+        deadline: `time.monotonic()` at which the last message must have left.
+
+    Raises:
+        TransferTimeout, TransferAborted, TransferError: the caller must close the groups.
+    """
+    everything = [message for messages in buffers for message in messages]
+    peers = sorted({peer for m in everything for peer in m.delivery.peers})
+    tables = [
+        (
+            Delivery(peers=(peer,), begin=0, end=0),
+            [m for m in everything if peer in m.delivery.peers],
+        )
+        for peer in peers
+    ] or [(Delivery(peers=(), begin=0, end=0), everything)]
+    _send(groups, [(d, _table(rows).to(device)) for d, rows in tables if rows], deadline)
+    for k, messages in enumerate(buffers):
+        is_filled = any(m.body_B is None for m in messages)
+        whole_B = fill(k) if is_filled else torch.empty(0, dtype=torch.uint8)
+        bodies = [
+            (m.delivery, whole_B[m.delivery.begin : m.delivery.end])
+            if m.body_B is None
+            else (m.delivery, m.body_B.to(device))
+            for m in messages
+            if m.nbytes
+        ]
+        _send(groups, bodies, deadline)
+
+
+def _table(messages: Sequence[Message]) -> torch.Tensor:
+    rows = np.array([m.row() for m in messages], "<i8")
+    return torch.from_numpy(rows.view(np.uint8).reshape(-1))
+
+
+def _send(
+    groups: Mapping[str, TransferGroup],
+    bodies: Sequence[tuple[Delivery, torch.Tensor]],
+    deadline: float,
+) -> None:
+    for name, group in groups.items():
+        try:
+            for one, body_B in bodies:
+                if not one.peers:
+                    _wait(group, group.broadcast(body_B, deadline_s=_left_s(deadline)), deadline)
+            going = [(peer, body_B) for one, body_B in bodies for peer in one.peers]
+            if going:
+                _wait(group, group.send(going, deadline_s=_left_s(deadline)), deadline)
+        except TransferError as error:
+            raise type(error)(f"replica {name!r}: {error}") from error
+
+
+def _wait(group: TransferGroup, event: torch.cuda.Event | None, deadline: float) -> None:
+    if event is not None:
+        group.synchronize(event, deadline_s=_left_s(deadline))
+
+
+def _left_s(deadline: float) -> float:
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TransferTimeout("the deadline passed before all changed elements had travelled")
+    return left_s
+
+
+# ------------------------------------------------------------ receiving
+
+
+def receive_changes(
+    group: TransferGroup,
+    buffers: Sequence[Sequence[Delivery]],
+    *,
+    device: torch.device,
+    deadline: float,
+) -> Buffers:
+    """Receive everything, buffer by buffer.
+
+    Args:
+        buffers: what comes of each; `whole` for chunks.
+        device: of the group's buffers.
+
+    Raises:
+        TransferTimeout, TransferAborted, TransferError: also if a checksum is wrong.
+    """
+    everything = [one for deliveries in buffers for one in deliveries]
+    sources = sorted({one.peers for one in everything})
+    tables = {
+        peers: _room(16 * sum(one.peers == peers for one in everything), device)
+        for peers in sources
+    }
+    _receive(group, list(tables.items()), deadline)
+    rows = {
+        peers: iter(table_B.cpu().numpy().view("<i8").reshape(-1, 2).tolist())
+        for peers, table_B in tables.items()
+    }
+    arrived = []
+    for deliveries in buffers:
+        messages = [_announced(one, *next(rows[one.peers])) for one in deliveries]
+        bodies = [_room(m.nbytes, device) for m in messages]
+        pairs = [(m.delivery.peers, b) for m, b in zip(messages, bodies, strict=True) if m.nbytes]
+        _receive(group, pairs, deadline)
+        arrived.append([_checked(m, b.cpu()) for m, b in zip(messages, bodies, strict=True)])
+    return arrived
+
+
+def _room(nbytes: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def _announced(delivery: Delivery, nbytes: int, crc: int) -> Message:
+    if not 0 <= nbytes <= delivery.end - delivery.begin:
+        raise TransferError(
+            f"the trainer announces {nbytes:,} bytes for a part of "
+            f"{delivery.end - delivery.begin:,}; the two ends have different plans"
+        )
+    return Message(delivery=delivery, nbytes=nbytes, crc=crc)
+
+
+def _receive(
+    group: TransferGroup,
+    coming: Sequence[tuple[tuple[int, ...], torch.Tensor]],
+    deadline: float,
+) -> None:
+    for peers, body_B in coming:
+        if not peers:
+            _wait(group, group.broadcast(body_B, deadline_s=_left_s(deadline)), deadline)
+    messages = [(peers[0], body_B) for peers, body_B in coming if peers]
+    if messages:
+        _wait(group, group.receive(messages, deadline_s=_left_s(deadline)), deadline)
+
+
+def _checked(message: Message, body_B: torch.Tensor) -> Message:
+    if message.nbytes and zlib.crc32(body_B.numpy().data) != message.crc:
+        raise TransferError(
+            f"{message.nbytes:,} bytes of an update of changed elements arrived with another "
+            "checksum; none of it is used, and the next update brings everything"
+        )
+    return replace(message, body_B=body_B)
+
+
+def restore(messages: Sequence[Message], buffer_B: torch.Tensor) -> None:
+    """Make a buffer's new bytes of its old ones, in place.
+
+    Raises:
+        TransferError: a code does not fit.
+    """
+    for message in messages:
+        here_B = buffer_B[message.delivery.begin : message.delivery.end]
+        assert message.body_B is not None
+        if message.is_code:
+            delta.apply(message.body_B.numpy().data, here_B)
+        else:
+            here_B.copy_(message.body_B)

@@ -87,7 +87,7 @@ class OptimSection(OptimParams):
         """Return a function from a step's number to its parameters; `steps` is the number of
         steps."""
         own = set(OptimSection.model_fields) - set(OptimParams.model_fields)
-        plain = self.model_dump(exclude=own | {"lr"})
+        plain = self.model_dump(exclude=own | {"lr", "value_lr"})
 
         def params(step: int) -> OptimParams:
             share = factor(
@@ -97,7 +97,8 @@ class OptimSection(OptimParams):
                 warmup=self.warmup_steps,
                 least=self.min_lr_ratio,
             )
-            return OptimParams(lr=self.lr * share, **plain)
+            value_lr = None if self.value_lr is None else self.value_lr * share
+            return OptimParams(lr=self.lr * share, value_lr=value_lr, **plain)
 
         return params
 

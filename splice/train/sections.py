@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from orchestrator.protocol.config import Settings
 from orchestrator.protocol.messages import LossSpec, OptimParams
 from orchestrator.protocol.messages.mistakes import UserInput
+from splice.client.advantages import GAE
 from splice.client.run_file import RunFile
 from splice.rl.config import LoopSettings, SamplingConfig
 from splice.train.schedules import ScheduleName, factor
@@ -166,6 +167,20 @@ class TrainFile(RunFile):
             same = {key: data[key] for key in ("prompt", "system", "chat") if key in data}
             values = values | {"eval": same | own}
         return values
+
+    @model_validator(mode="after")
+    def _values(self) -> Self:
+        is_gae = self.loop.advantages == GAE
+        if self.loss.value is not None and not is_gae:
+            raise ValueError(
+                f'loss.value makes the advantages; set loop.advantages = "{GAE}", or leave '
+                "[loss.value] out"
+            )
+        if is_gae and not self.trainer.value_head:
+            raise ValueError(
+                f'loop.advantages = "{GAE}" needs trainer.value_head; leave that key out'
+            )
+        return self
 
     @field_validator("loss", mode="before")
     @classmethod

@@ -89,6 +89,7 @@ def compare_values(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
             ("value_clip_fraction", 0.0),
         ):
             assert abs(mine[key] - other[key]) <= slack, key
+    assert [m["value_clip_fraction"] > 0 for m in theirs["metrics"]] == [False, False, True]
 
 
 def largest(tensors: dict[str, torch.Tensor]) -> float:

@@ -100,7 +100,8 @@ def check_steps(trainer: Trainer, batch: Batch) -> list[torch.Tensor]:
             valued = trainer.valued(batch, LOSS)
             pieces = [part(valued, 0, 2), part(valued, 2, 4), part(valued, 4, 5)] * 2
             metrics = [trainer.train_step(piece, LOSS, OPTIM) for piece in pieces]
-            assert metrics[0]["value_clip_fraction"] == 0 < metrics[-1]["value_clip_fraction"]
+            found = [m["value_clip_fraction"] for m in metrics]
+            assert found[0] == 0 < max(found)
             assert metrics[0]["value_mean"] == metrics[3]["value_mean"]
         else:
             done = steps.train(trainer, batch, message, on_step=lambda *_: None)

@@ -1,7 +1,7 @@
 """Advantages from rewards: how much better an answer is than others. No value model.
 
-`gae` is not among them: the trainer's value head makes those advantages (`trainer_node/training/
-gae.py`), from the rewards that the batch brings.
+For `gae` the batch brings rewards, and the trainer's value head makes the advantages:
+`trainer_node/training/gae.py`.
 
 Symbols: r = an answer's reward, G = number of answers in its group.
 

@@ -51,6 +51,7 @@ from orchestrator.protocol.messages import (
     TrainLoraResult,
     TrainMerged,
     TrainMergedResult,
+    ValueSpec,
     batch_specs,
 )
 from splice.client.advantages import group_advantages
@@ -60,6 +61,7 @@ from splice.client.batches import (
     Batch,
     Completion,
     completions_of,
+    gae_batch,
     grpo_batch,
     sft_batch,
 )
@@ -115,12 +117,14 @@ __all__ = [
     "TrainLoraResult",
     "TrainMerged",
     "TrainMergedResult",
+    "ValueSpec",
     "VerificationError",
     "batch_specs",
     "completions_of",
     "distillation_batch",
     "dpo_batch",
     "dpo_margins",
+    "gae_batch",
     "group_advantages",
     "grpo_batch",
     "sft_batch",

@@ -25,7 +25,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 WHOLE = (
     # Wrong versions of the product, each with the tests that must find it: `make mutants`.
     "tests/trainer_node/test_mutants.py::*",
-    # The parity matrix: topology x LoRA or all parameters x RL or SFT. COVERING stays.
+    # The parity matrix: topology x LoRA or all parameters x RL, SFT or GAE. COVERING stays.
     "tests/trainer_node/training/test_parity.py::test_topology_changes_nothing*",
     "tests/trainer_node/training/test_parity_bf16.py::*",
     # Every family of models; a few stay.
@@ -58,6 +58,7 @@ WHOLE = (
     "tests/trainer_node/training/test_begun.py::test_one_rank(moe)",
     "tests/trainer_node/training/test_begun.py::test_all_parameters(1)",
     "tests/trainer_node/training/test_full.py::test_topology_changes_nothing(dense_tied)",
+    "tests/trainer_node/training/test_valued.py::test_all_parameters",
     "tests/trainer_node/test_failed_requests.py::*(dense_tied)",
     "tests/trainer_node/state/test_behind.py::test_one_rank*again*",
     "tests/trainer_node/state/test_behind.py::test_a_killed_trainer_makes_its_step_again",
@@ -105,6 +106,9 @@ COVERING = (
     "*test_parity.py*dense_tied-pp2-lora-sft*",
     "*test_parity.py*dense_tied-dp2-full-rl*",
     "*test_parity.py*dense_tied-cp2-full-sft*",
+    "*test_parity.py*dense_tied-tp2-lora-gae*",
+    "*test_parity.py*dense_untied-tp2pp2-full-gae*",
+    "*test_parity.py*moe-tp2ep2-cp2-full-gae*",
     "*test_parity.py*dense_untied-tp2pp2-full-rl*",
     "*test_parity.py*moe-ep2-lora-sft*",
     "*test_parity.py*moe-tp2ep2-cp2-lora-rl*",

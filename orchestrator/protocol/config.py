@@ -276,6 +276,9 @@ class TrainerConfig(Settings):
     or down by a threshold that depends on its place and the run's seed only.
     nearest: loses what is below half a unit in the last place of a weight. At learning rates below
     1e-4 that is most of an update."""
+    value_head: bool = False
+    """Adds a value head, for `loss.value`: one fp32 weight for each hidden feature, initially 0. It
+    trains with the model, and checkpoints have it. No publication, adapter or export does."""
     numerics: Numerics = "adapters"
     """What the trainer's forward pass computes with.
 

@@ -1,5 +1,8 @@
 """Advantages from rewards: how much better an answer is than others. No value model.
 
+For `gae` the batch brings rewards, and the trainer's value head makes the advantages:
+`trainer_node/training/gae.py`.
+
 Symbols: r = an answer's reward, G = number of answers in its group.
 
 | name | advantage | paper |
@@ -19,9 +22,10 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import Literal
 
-AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
-OF_BATCH: AdvantageName = "reinforce_pp"
-"""The one that needs no group: a single answer to a prompt has an advantage."""
+AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"]
+GAE: AdvantageName = "gae"
+WITHOUT_GROUP: tuple[AdvantageName, ...] = ("reinforce_pp", GAE)
+"""Those that need no group: a single answer to a prompt has an advantage."""
 _TINY = 1e-6
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import TensorSpec, batch_specs
-from splice.client.advantages import AdvantageName, advantages_of
+from splice.client.advantages import GAE, AdvantageName, advantages_of
 
 _IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 """The second one: vLLM need not decode each token of the log-probs separately."""
@@ -150,11 +150,14 @@ def grpo_batch(
     Args:
         divides_by_std: see `group_advantages`. Without it a group whose rewards differ little
             counts little.
-        advantages: a name of `splice.client.advantages`, in place of `divides_by_std`.
+        advantages: a name of `splice.client.advantages`, in place of `divides_by_std`. gae: as
+            `gae_batch`.
 
     Raises:
         ConfigError: no answer has a token.
     """
+    if advantages == GAE:
+        return gae_batch([pair for group in groups for pair in group])
     kept = [group for group in groups if group]
     name = advantages or ("grpo" if divides_by_std else "dr_grpo")
     found = advantages_of([[reward for _, reward in group] for group in kept], name)
@@ -168,6 +171,30 @@ def grpo_batch(
     return batch_of(rows)
 
 
+def gae_batch(
+    answers: Sequence[tuple[Completion | Sequence[Completion], float | Sequence[float]]],
+) -> Batch:
+    """Return a batch of (answer, reward), for a loss with `value`: the trainer's value head makes
+    the advantages.
+
+    A reward is that of the whole answer, and belongs to its last sampled token; or one for each
+    answer token. Each sequence of an answer of several has the whole reward, as if it were the
+    only one.
+
+    Raises:
+        ConfigError: no answer has a token.
+    """
+    return batch_of(
+        [
+            (sequence, reward)
+            for answer, reward in answers
+            for sequence in ((answer,) if isinstance(answer, Completion) else answer)
+            if sequence.answer_ids
+        ],
+        are_rewards=True,
+    )
+
+
 def sft_batch(answers: Sequence[Completion]) -> Batch:
     """Return a batch of given answers, for the loss `cross_entropy`. They need no log-probs.
 
@@ -177,8 +204,14 @@ def sft_batch(answers: Sequence[Completion]) -> Batch:
     return batch_of([(answer, 1.0) for answer in answers if answer.answer_ids])
 
 
-def batch_of(rows: Sequence[tuple[Completion, float | Sequence[float]]]) -> Batch:
+def batch_of(
+    rows: Sequence[tuple[Completion, float | Sequence[float]]], *, are_rewards: bool = False
+) -> Batch:
     """Return a batch of (sequence, advantage), with one advantage or that of each answer token.
+
+    Args:
+        are_rewards: they are rewards, for a loss with `value`. One is that of the last sampled
+            token.
 
     Raises:
         ConfigError: there are no rows.
@@ -194,6 +227,9 @@ def batch_of(rows: Sequence[tuple[Completion, float | Sequence[float]]]) -> Batc
         lengths.append(prompt + answer)
         mask.extend([0.0] * prompt + sampled)
         each = [advantage] * answer if isinstance(advantage, int | float) else advantage
+        if are_rewards and isinstance(advantage, int | float):
+            last = max((i for i, s in enumerate(sampled) if s), default=0)
+            each = [advantage * (i == last) for i in range(answer)]
         advantages.extend([0.0] * prompt)
         advantages.extend(a * s for a, s in zip(each, sampled, strict=True))
         logprobs.extend((*([0.0] * prompt), *(completion.logprobs or [0.0] * answer)))
@@ -202,17 +238,22 @@ def batch_of(rows: Sequence[tuple[Completion, float | Sequence[float]]]) -> Batc
     specs = batch_specs(
         num_sequences=len(lengths),
         num_tokens=len(tokens),
-        optional=["temperatures", *(["routed_experts"] if experts else [])],
+        optional=[
+            "temperatures",
+            *(["routed_experts"] if experts else []),
+            *(["rewards"] if are_rewards else []),
+        ],
         routing=routing,
     )
     buffers: list[array.array[Any]] = [
         tokens,
         lengths,
         mask,
-        advantages,
+        array.array("f", bytes(4 * len(tokens))) if are_rewards else advantages,
         logprobs,
         *experts,
         temperatures,
+        *([advantages] if are_rewards else []),
     ]
     return Batch(specs=specs, buffers=tuple(buffer.tobytes() for buffer in buffers))
 

@@ -36,6 +36,7 @@ from orchestrator.protocol.messages.mistakes import config_error
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.storage import layout
 from orchestrator.storage.files import replace_file
+from splice.client.advantages import GAE
 
 FILE_NAME, RUN_JSON = "run.toml", "run.json"
 """What a user writes, and what `splice up` and `Cluster` write into the run's folder."""
@@ -151,6 +152,10 @@ class RunFile(Settings):
         """Fill what depends on the device, and what the roles take from the top of the file."""
         if not isinstance(values, dict):
             return values
+        loop, trainer = values.get("loop"), values.get("trainer", {})
+        is_gae = isinstance(loop, dict) and loop.get("advantages") == GAE
+        if is_gae and isinstance(trainer, dict):
+            values = {**values, "trainer": {"value_head": True, **trainer}}
         known = set(cls.model_fields)
         values = {k: v for k, v in values.items() if k in known or k not in TRAINING}
         values = _share_publishing(values)

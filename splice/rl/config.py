@@ -83,7 +83,8 @@ class LoopSettings(UserInput, Settings):
     """How a reward becomes an advantage. grpo: relative to its group's mean, by its std; dr_grpo:
     without the division; rloo: relative to the others of its group; reinforce_pp: relative to the
     batch's mean, by its std; reinforce_pp_baseline: relative to the group's mean, by the batch's
-    std. `splice/client/advantages.py` has formulas and papers."""
+    std; gae: by the trainer's value head (`loss.value`). `splice/client/advantages.py` has
+    formulas and papers."""
     steps: int | None = Field(default=None, ge=1)
     """Steps after which the loop ends, counted over all starts. None: it continues."""
     overlong: Literal["train", "mask"] = "train"

@@ -134,7 +134,7 @@ class StepJobs:
 
         If something is wrong with them, the step itself reports it.
         """
-        never_begun = self._config.mini_batch_sequences or self._loss.needs_reference_passes
+        never_begun = self._config.mini_batch_sequences or self._loss.needs_other_passes
         if number not in self._rollouts or never_begun:
             return
         try:

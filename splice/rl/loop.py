@@ -34,9 +34,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.messages import LossSpec, OptimParams, Status, TrainMergedResult
+from orchestrator.protocol.messages import (
+    LossSpec,
+    OptimParams,
+    Status,
+    TrainMergedResult,
+    ValueSpec,
+)
 from orchestrator.protocol.messages.mistakes import check_loss_name
-from splice.client.advantages import OF_BATCH
+from splice.client.advantages import GAE, WITHOUT_GROUP
 from splice.client.batches import Completion, grpo_batch
 from splice.client.clients import SpliceClient
 from splice.client.run_file import run_folder
@@ -100,10 +106,11 @@ class Loop:
         self.client, self.folder = client, Path(folder)
         self._prompts, self._make_batch = prompts, make_batch
         is_ours, name = make_batch is grpo_batch, self.config.advantages
-        if self.config.group_size == 1 and is_ours and name != OF_BATCH:
+        if self.config.group_size == 1 and is_ours and name not in WITHOUT_GROUP:
+            others = " or ".join(f'"{other}"' for other in WITHOUT_GROUP)
             raise ConfigError(
                 "group_size is 1, and the advantages of a group's answers are relative to their "
-                f'mean: all would be 0. Use a larger group_size, advantages = "{OF_BATCH}", or a '
+                f"mean: all would be 0. Use a larger group_size, advantages = {others}, or a "
                 "make_batch of your own"
             )
         if not is_ours and name != "grpo":
@@ -115,6 +122,13 @@ class Loop:
         if environment is None and self.config.on_error == "stop":
             check_row(prompts[0])
         self._loss = loss or LossSpec()
+        if name == GAE and self._loss.value is None:
+            self._loss = self._loss.model_copy(update={"value": ValueSpec()})
+        if is_ours and name != GAE and self._loss.value is not None:
+            raise ConfigError(
+                f'loss.value makes the advantages, and the loop has advantages = "{name}": set '
+                f'advantages = "{GAE}", or leave loss.value out'
+            )
         self._optim = optim or OptimParams()
         self._meter = Meter()
         self._exit = contextlib.AsyncExitStack()

@@ -13,7 +13,7 @@ from typing import Any
 
 from orchestrator.protocol.messages import LossSpec, TrainMergedResult
 from orchestrator.storage.files import replace_file
-from splice.client.advantages import OF_BATCH
+from splice.client.advantages import WITHOUT_GROUP
 from splice.rl import decisions
 from splice.rl.balance import SIDES, Balance
 from splice.rl.config import INEXACT, LoopConfig
@@ -102,7 +102,7 @@ class Said:
             log.warning("step %d: %s", step.number, text)
         has_none = step.metrics.get("groups_without_signal") == 1.0
         learns = self._loss is None or self._loss.entropy_bonus or self._loss.kl is not None
-        learns = learns or self._config.advantages == OF_BATCH
+        learns = learns or self._config.advantages in WITHOUT_GROUP
         if has_none and not learns and not self._has_said_no_signal:
             self._has_said_no_signal = True  # the metric says it from here on
             log.warning(

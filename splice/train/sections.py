@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from orchestrator.protocol.config import Settings
 from orchestrator.protocol.messages import LossSpec, OptimParams
 from orchestrator.protocol.messages.mistakes import UserInput
+from splice.client.advantages import GAE
 from splice.client.run_file import RunFile
 from splice.rl.config import LoopSettings, SamplingConfig
 from splice.train.schedules import ScheduleName, factor
@@ -87,7 +88,7 @@ class OptimSection(OptimParams):
         """Return a function from a step's number to its parameters; `steps` is the number of
         steps."""
         own = set(OptimSection.model_fields) - set(OptimParams.model_fields)
-        plain = self.model_dump(exclude=own | {"lr"})
+        plain = self.model_dump(exclude=own | {"lr", "value_lr"})
 
         def params(step: int) -> OptimParams:
             share = factor(
@@ -97,7 +98,8 @@ class OptimSection(OptimParams):
                 warmup=self.warmup_steps,
                 least=self.min_lr_ratio,
             )
-            return OptimParams(lr=self.lr * share, **plain)
+            value_lr = None if self.value_lr is None else self.value_lr * share
+            return OptimParams(lr=self.lr * share, value_lr=value_lr, **plain)
 
         return params
 
@@ -165,6 +167,20 @@ class TrainFile(RunFile):
             same = {key: data[key] for key in ("prompt", "system", "chat") if key in data}
             values = values | {"eval": same | own}
         return values
+
+    @model_validator(mode="after")
+    def _values(self) -> Self:
+        is_gae = self.loop.advantages == GAE
+        if self.loss.value is not None and not is_gae:
+            raise ValueError(
+                f'loss.value makes the advantages; set loop.advantages = "{GAE}", or leave '
+                "[loss.value] out"
+            )
+        if is_gae and not self.trainer.value_head:
+            raise ValueError(
+                f'loop.advantages = "{GAE}" needs trainer.value_head; leave that key out'
+            )
+        return self
 
     @field_validator("loss", mode="before")
     @classmethod

@@ -92,3 +92,47 @@ def test_one_command_from_a_file_to_an_adapter(models, tmp_path):
     assert (tmp_path / "best" / kept.name).read_bytes() == kept.read_bytes()
     assert "choose a new folder" in splice("export", folder, "--hf", by_itself, code=2)
     assert "on disk are" in splice("export", folder, "--hf", "x", "--version", 7, code=2)
+
+
+GAE = """
+[data]
+path = "rows.jsonl"
+prompt = "{question} ="
+[loop]
+reward = "rewards.py:short"
+advantages = "gae"
+steps = 2
+group_size = 1
+groups_per_step = 6
+mini_batch_sequences = 3
+[sampling]
+max_tokens = 8
+[loss]
+name = "ppo"
+[loss.value]
+lam = 0.9
+"""
+
+
+def test_a_value_head_from_a_file(models, tmp_path):
+    """It trains, the same command continues with it, and the exported model has none."""
+    folder = tmp_path / "mine"
+    options = ["--model", models["qwen3"], "--name", "tiny", "--gpus", ""]
+    splice("init", folder, *options, "--inference-python", INFERENCE_PYTHON)
+    file = folder / "run.toml"
+    file.write_text(file.read_text() + GAE)
+    rows = [{"question": f"{i} + 1"} for i in range(6)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "rewards.py").write_text(REWARD)
+    try:
+        splice("train", file)
+        splice("train", file, "--set", "loop.steps=3")
+        splice("export", file, "--hf", tmp_path / "out")
+    finally:
+        splice("stop", folder)
+    lines = map(json.loads, (folder / "run" / "loop" / "decisions.jsonl").read_text().splitlines())
+    steps = [line["metrics"] for line in lines if line["event"] == "trained"]
+    assert len(steps) == 3 and [m["num_batches"] for m in steps] == [2, 2, 2]
+    assert steps[0]["value_mean"] == 0.0 != steps[2]["value_mean"]
+    meta = json.loads((folder / "run" / "versions" / "3" / "meta.json").read_text())
+    assert meta["value_head"] is True

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 
 from orchestrator.errors import ConfigError
-from splice import Completion, distillation_batch, dpo_batch, dpo_margins, grpo_batch, sft_batch
+from splice import (
+    Batch,
+    Completion,
+    distillation_batch,
+    dpo_batch,
+    dpo_margins,
+    gae_batch,
+    grpo_batch,
+    sft_batch,
+)
 from splice.client import preferences
 from splice.client.advantages import AdvantageName, advantages_of
 
@@ -68,6 +77,34 @@ def test_a_batch_has_them_and_leaves_out_what_has_no_token():
     assert found[:, 0].tolist() == [0.0] * 11
     assert found[:, 1] == pytest.approx(np.concatenate(second("rloo")), rel=1e-6)
     assert (found[:, 1] == found[:, 2]).all()
+
+
+def column(batch: Batch, name: str) -> list[float]:
+    place = [spec.name for spec in batch.specs].index(name)
+    return np.frombuffer(batch.buffers[place], np.float32).tolist()
+
+
+def test_rewards_for_a_value_head():
+    """At the last sampled token of each sequence, or at each token; what has no token is left
+    out.
+    """
+    tool = completion(1, [7, 8, 9], sampled=(True, True, False))
+    several = (completion(1, [3]), completion(2, [4, 5]))
+    batch = gae_batch(
+        [(tool, 2.0), (several, -1), (completion(2, []), 9.0), (completion(1, [1, 2]), [0.25, 0.5])]
+    )
+    assert column(batch, "rewards") == [0, 0, 2, 0, 0, -1, 0, 0, 0, -1, 0, 0.25, 0.5]
+    assert column(batch, "loss_mask") == [0, 1, 1, 0, 0, 1, 0, 0, 1, 1, 0, 1, 1]
+    assert column(batch, "advantages") == [0.0] * 13
+    assert [spec.name for spec in batch.specs][-2:] == ["temperatures", "rewards"]
+    same = grpo_batch([[(tool, 2.0)], [(several, -1)]], advantages="gae")
+    assert column(same, "rewards") == column(batch, "rewards")[:10]
+
+
+def test_a_reward_of_no_sampled_token():
+    """There is none to give it to."""
+    given = completion(1, [7, 8], sampled=(False, False))
+    assert column(gae_batch([(given, 2.0)]), "rewards") == [0, 0, 0]
 
 
 # ---------------------------------------------------------------- DPO

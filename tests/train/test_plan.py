@@ -110,6 +110,23 @@ def test_a_run_without_training_reads_the_same_file(folder: Path) -> None:
     assert load(folder / "run.toml").name == "tiny"
 
 
+def test_gae_gives_the_trainer_a_value_head(folder: Path) -> None:
+    """Also in a run that is brought up by itself."""
+    file, gae = folder / "run.toml", "loop.advantages=gae"
+    assert not load(file).trainer.value_head and load(file, [gae]).trainer.value_head
+    made = planned(folder, gae, "loss.value.lam=0.9", "optim.value_lr=0.5", "optim.lr=0.25")
+    assert made.run.trainer.value_head and made.run.loss.value is not None
+    assert made.run.loss.name == "truncated_importance_sampling" and made.run.loss.value.lam == 0.9
+    assert (made.optim(1).lr, made.optim(1).value_lr) == (0.25, 0.5)
+    half = planned(folder, gae, "optim.value_lr=0.5", "optim.schedule=linear", "loop.steps=2")
+    assert half.optim(2).value_lr == pytest.approx(0.5 * half.optim(2).lr / half.optim(1).lr)
+    assert planned(folder, gae).optim(1).value_lr is None
+    with pytest.raises(ConfigError, match=r'loss\.value makes .*set loop\.advantages = "gae"'):
+        planned(folder, "loss.value.lam=0.9")
+    with pytest.raises(ConfigError, match=r"needs trainer\.value_head; leave that key out"):
+        planned(folder, gae, "trainer.value_head=false")
+
+
 def test_a_system_prompt_makes_a_chat(folder: Path) -> None:
     made = planned(folder, "data.system=Be brief.")
     assert made.rows[1] == ROWS[1] | {

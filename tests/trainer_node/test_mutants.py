@@ -28,6 +28,7 @@ from tests.trainer_node.conftest import REPO, cpu_env
 
 LOSSES = "tests/trainer_node/training/test_losses.py"
 PACKING = "tests/trainer_node/training/test_packing.py"
+GAE = "tests/trainer_node/training/test_gae.py"
 PREFIXES = "tests/trainer_node/training/test_prefixes.py"
 SHARED = f"{PREFIXES}::test_shared_prefixes_change_nothing[dense_tied-sizes0]"
 GENERATIONS, OPERATIONS = (
@@ -664,6 +665,33 @@ MUTANTS = [
     Mutant("splice check allows any log-prob", "tests/trainer_node/tools/test_check_model.py::test_a_window_that_is_off_by_one_is_found",
            "trainer_node/tools/check_model.py", "_compare",
            "apart <= bound,", "True,"),
+    Mutant("the last token's value is followed by a state", f"{GAE}::test_by_hand",
+           "trainer_node/training/gae.py", "advantages",
+           "advantage = next_value = 0.0", "advantage, next_value = 0.0, values[end - 1]"),
+    Mutant("GAE without its lambda", f"{GAE}::test_by_hand",
+           "trainer_node/training/gae.py", "advantages",
+           "decay, end = spec.gamma * spec.lam, 0", "decay, end = spec.gamma, 0"),
+    Mutant("what a tool wrote has advantages and takes time", f"{GAE}::test_tokens_of_a_tool_take_no_time",
+           "trainer_node/training/gae.py", "advantages",
+           "if is_sampled[t]:", "if True:"),
+    Mutant("advantages are whitened with the prompts' zeros", f"{GAE}::test_the_papers_sum[1.0-1.0-True]",
+           "trainer_node/training/gae.py", "advantages",
+           "sampled = advantages_T[mask_T]", "sampled = advantages_T"),
+    Mutant("a value counts as the nearer one", f"{GAE}::test_the_value_loss_by_hand",
+           "trainer_node/training/losses.py", "value_loss",
+           "torch.maximum(error_N, clipped_N)", "torch.minimum(error_N, clipped_N)"),
+    Mutant("each step of a job has its own values", "tests/trainer_node/training/test_valued.py::test_one_rank",
+           "trainer_node/training/steps.py", "train",
+           "batch = trainer.valued(batch, message.loss)", "batch = batch"),
+    Mutant("each tensor rank has its part of a value", parity("dense_tied-tp2-lora-gae"),
+           "trainer_node/training/passes.py", "_values",
+           "tensor_parallel.reduce_from_tensor_model_parallel_region(share_M, group=group)", "share_M"),
+    Mutant("the value head has the model's learning rate", reference("dense_tied-lora-gae"),
+           "trainer_node/training/optimizer.py", "ShardedAdamW.step",
+           'group["is_value"] and optim.value_lr else', "False else"),
+    Mutant("adapters' checkpoints have no value head", "tests/trainer_node/training/test_valued.py::test_one_rank",
+           "trainer_node/state/loading.py", "load",
+           '("weight",) * (model.trains_all or p.is_value) + moments', '("weight",) * model.trains_all + moments'),
 ]
 # fmt: on
 

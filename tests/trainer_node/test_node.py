@@ -5,7 +5,6 @@ in this process.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -54,6 +53,7 @@ from tests.trainer_node import bounds
 from tests.trainer_node.conftest import REPO, Started, child_env
 from tests.trainer_node.data import arrays, training
 from tests.trainer_node.harm import spoil
+from tests.trainer_node.metrics_page import SAMPLER, documented
 from tests.trainer_node.served_node import TOKEN, Orchestrator, node, rank_process
 from tests.trainer_node.tiny import VOCAB
 from tests.trainer_node.tools import slow_check, unfreeable
@@ -492,17 +492,6 @@ def check_refused_batches(
                 True,
             ), refused
     assert not never.exists()
-
-
-SAMPLER = "all, with sampler log-probs"
-
-
-def documented(*columns: str) -> set[str]:
-    """Metrics of docs/training.md whose second column is one of these."""
-    rows = re.findall(
-        r"^\| `(\w+)` \| ([^|]+) \|", (REPO / "docs/training.md").read_text(), re.MULTILINE
-    )
-    return {name for name, column in rows if column in columns}
 
 
 def check_metrics_of_several_steps(control, folder: Path) -> None:

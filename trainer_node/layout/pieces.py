@@ -72,6 +72,8 @@ class TrainedParam:
     """Belongs to experts: summed over expert-data-parallel ranks."""
     partial: bool = False
     """A copy whose gradient is this tensor rank's part, without sequence parallelism too."""
+    is_value: bool = False
+    """The value head, which trains next to adapters too, and is no part of the served model."""
     tied: bool = False
     """Embedding and head in one, with a copy on the first and one on the last pipeline stage."""
 

@@ -33,7 +33,7 @@ from trainer_node.hf import language_part
 from trainer_node.hf.checkpoint import HfCheckpoint, tensor_files, warn_of_rounding
 from trainer_node.hf.names import strip_wrappers
 from trainer_node.layout.layouts import layouts
-from trainer_node.model import paths, providers, recompute
+from trainer_node.model import paths, providers, recompute, value_head
 from trainer_node.model.model import Model
 from trainer_node.model.parameters import (
     VOCAB_PARAMS,
@@ -99,6 +99,9 @@ def build(config: TrainerConfig, hf_config: Any) -> Model:
     num_parameters = count(params, device)
     if num_parameters == 0:
         raise ConfigError(f"no linear of the model is among the lora targets {config.lora.targets}")
+    if config.value_head:
+        params += value_head.parameters(provider, device)
+        num_parameters = count(params, device)
     return Model(
         config=config,
         hf_config=hf_config,

@@ -52,7 +52,7 @@ class Model:
     """Bridge's tasks: for each parameter of the whole model, its HF tensors."""
     adapters: AdapterSet
     params: list[TrainedParam]
-    """Trained parameters: the adapters, or all with finetuning_type "full"."""
+    """Trained parameters: the adapters, or all with finetuning_type "full"; and the value head."""
     experts: list[StackedExperts]
     """Layers whose experts are stacked; empty: the experts are Megatron's, or there are none."""
     num_parameters: int
@@ -71,6 +71,19 @@ class Model:
     def trains_all(self) -> bool:
         """Whether the model's own parameters train, without adapters."""
         return self.config.finetuning_type == "full"
+
+    @property
+    def value_head(self) -> torch.Tensor | None:
+        """This rank's part of the value head; None: there is none, or on another stage."""
+        return next((p.param for p in self.params if p.is_value), None)
+
+    def need_value_head(self) -> None:
+        """Raise ConfigError if the trainer has no value head."""
+        if not self.config.value_head:
+            raise ConfigError(
+                "loss.value needs a value head, and this trainer has none; set "
+                "trainer.value_head = true, and start the trainer again"
+            )
 
     def need_adapters(self, what: str) -> None:
         """Raise ConfigError in full-parameter training, where `what` needs adapters."""

@@ -104,6 +104,7 @@ def plan(model: Model, lora: LoraConfig, *, seed: int) -> Planned:
             f"a new adapter: the experts are stacked, and with it could not be, because {why}; "
             "start the trainer with it (trainer.lora)"
         )
+    params += (p for p in model.params if p.is_value)
     return Planned(lora=lora, adapters=adapters, params=params, num_parameters=num_parameters)
 
 

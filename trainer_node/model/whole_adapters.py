@@ -70,7 +70,7 @@ def gather_stacks(model: Model, *, group: Any) -> list[Stack]:
     mine = [
         (piece, piece.read(p.param))
         for p in model.params
-        if p.counted and p.group.rank() == 0
+        if p.counted and p.group.rank() == 0 and not p.is_value
         for piece in p.pieces
     ]
     plans = objects.all_gather(

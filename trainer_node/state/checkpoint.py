@@ -174,14 +174,16 @@ def _write(
                     )
                     early = _start(writer, temp, stacks, step)
             random_state = rng.state(model.device)
-            kinds = {WEIGHTS: ("weight",) * model.trains_all, STATE: MOMENTS * (step is None)}
-            for name in (WEIGHTS,) * model.trains_all + (STATE,) * (step is None):
+            kinds = {WEIGHTS: ("weight",), STATE: MOMENTS}
+            has_weights = model.trains_all or model.config.value_head
+            for name in (WEIGHTS,) * has_weights + (STATE,) * (step is None):
+                is_long = name == WEIGHTS and model.trains_all
                 found = sharded_state.save(
-                    _shards(trainer.optimizer.tensors(), kinds[name]),
+                    _shards(trainer.optimizer.tensors(), kinds[name], trains_all=model.trains_all),
                     temp / name,
                     group=model.control_group,
                     writer=writer,
-                    meanwhile=weights_are_written if name == WEIGHTS else lambda writings: None,
+                    meanwhile=weights_are_written if is_long else lambda writings: None,
                 )
                 hashes |= {f"{name}/{file}": value for file, value in found.items()}
             if not model.trains_all:
@@ -392,13 +394,17 @@ def _remake(step: Step, folder: Path) -> dict[str, Any]:
 
 
 def _shards(
-    tensors: Iterable[tuple[TrainedParam, Mapping[str, torch.Tensor]]], kinds: Sequence[str]
+    tensors: Iterable[tuple[TrainedParam, Mapping[str, torch.Tensor]]],
+    kinds: Sequence[str],
+    *,
+    trains_all: bool = False,
 ) -> dict[Place, Shard]:
-    """Return the shards that this rank writes, of the kinds that it has."""
+    """Return the shards that this rank writes, of the kinds that it has. Adapters' weights are in
+    PEFT's files."""
     shards = {}
     for p, found in tensors:
         for kind in kinds if p.counted else ():
-            if kind not in found:
+            if kind not in found or (kind == "weight" and not (trains_all or p.is_value)):
                 continue
             for piece in p.pieces:
                 shard = shard_of(p, piece, partial(piece.read, found[kind]))

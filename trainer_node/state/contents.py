@@ -48,6 +48,7 @@ def identity(model: Model) -> dict[str, Any]:
         "format": _FORMAT,
         "finetuning_type": model.config.finetuning_type,
         "lora": lora_identity(model),
+        "value_head": model.config.value_head,
         "architecture": list(model.hf_config.architectures or ()),
         "sizes": {name: getattr(model.hf_config, name, None) for name in _SIZES},
     }

@@ -19,6 +19,7 @@ from trainer_node.adapters import peft_io
 from trainer_node.adapters.rounding import Rounding
 from trainer_node.files import generations
 from trainer_node.files.generations import CheckpointError
+from trainer_node.layout.pieces import TrainedParam
 from trainer_node.model import rng
 from trainer_node.model.model import Model
 from trainer_node.model.whole_adapters import expected_tensors
@@ -40,7 +41,7 @@ from trainer_node.state.contents import (
 )
 from trainer_node.state.sharded_state import Place, Shard
 from trainer_node.training import pack_size
-from trainer_node.training.optimizer import MOMENTS, ShardedAdamW
+from trainer_node.training.optimizer import MOMENTS
 from trainer_node.training.trainer import PlannedAdapter, Trainer
 
 log = logging.getLogger("splice.trainer")
@@ -85,7 +86,7 @@ def lost_moments(trainer: Trainer, folder: Path) -> Lost | None:
         return None
     with agree_on(model.control_group, f"checking {folder}"):
         generations.check_contents(folder, part=dist.get_rank(), parts=dist.get_world_size())
-        meta = json.loads((folder / "meta.json").read_text())
+        meta = {"value_head": False, **json.loads((folder / "meta.json").read_text())}
         _check_meta(folder, meta, identity(model) | {"lora": meta.get("lora")})
         check_base(folder, meta, model)
     made = meta["remake"]
@@ -131,7 +132,7 @@ def load(
     with agree_on(model.control_group, f"checking {folder}"):
         generations.check_contents(folder, part=dist.get_rank(), parts=dist.get_world_size())
     with agree_on(model.control_group, f"reading {folder}"):
-        meta = json.loads((folder / "meta.json").read_text())
+        meta = {"value_head": False, **json.loads((folder / "meta.json").read_text())}
         _check_meta(folder, meta, identity(model) | {"lora": meta.get("lora")})
         check_base(folder, meta, model)
     dropped, present = trainer.pending.num_batches, model.config.lora
@@ -159,8 +160,12 @@ def load(
         num_steps = int(meta["optimizer_steps"]) if with_moments else None
         version = int(meta["version"])
         counters = meta["counters"]
-        kinds = ("weight",) * model.trains_all + MOMENTS * bool(num_steps)
-        shards = _room(optimizer, kinds)
+        moments = MOMENTS * bool(num_steps)
+        kinds = {
+            p: ("weight",) * (model.trains_all or p.is_value) + moments
+            for p, _ in optimizer.tensors()
+        }
+        shards = _room(kinds)
         plans = [
             (sharded_state.plan(part, folder / name), folder / name)
             for name, part in _by_folder(folder, shards).items()
@@ -174,7 +179,7 @@ def load(
         trainer.drop_pending()
         if not model.trains_all:
             adapters.load(whole)
-        optimizer.restore(_values(optimizer, shards, kinds), num_steps=num_steps)
+        optimizer.restore(_values(kinds, shards), num_steps=num_steps)
         if other is not None:
             trainer.micro_batch_tokens = pack_size.tokens_for(trainer)
         if generators is not None:
@@ -287,11 +292,11 @@ def _by_folder(folder: Path, shards: Mapping[Place, Shard]) -> dict[str, dict[Pl
     return found
 
 
-def _room(optimizer: ShardedAdamW, kinds: Sequence[str]) -> dict[Place, Shard]:
-    """Return memory for the shards that this rank owns."""
+def _room(kinds: Mapping[TrainedParam, Sequence[str]]) -> dict[Place, Shard]:
+    """Return memory for the shards of the parameters that this rank owns."""
     shards = {}
-    for p, _ in optimizer.tensors():
-        for kind in kinds:
+    for p, own in kinds.items():
+        for kind in own:
             for piece in p.pieces:
                 memory = torch.empty(piece.box_shape(p.param))
                 shards[f"{kind}.{piece.key}", piece.offsets] = shard_of(
@@ -301,12 +306,12 @@ def _room(optimizer: ShardedAdamW, kinds: Sequence[str]) -> dict[Place, Shard]:
 
 
 def _values(
-    optimizer: ShardedAdamW, shards: dict[Place, Shard], kinds: Sequence[str]
+    kinds: Mapping[TrainedParam, Sequence[str]], shards: dict[Place, Shard]
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield what was read for each parameter of this rank, and free its shards. Padding is 0."""
-    for p, _ in optimizer.tensors():
+    for p, own in kinds.items():
         found = {}
-        for kind in kinds:
+        for kind in own:
             found[kind] = torch.zeros(p.param.shape)
             for piece in p.pieces:
                 piece.write(

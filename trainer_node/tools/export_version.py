@@ -42,6 +42,7 @@ def export_version(config: TrainerConfig, version: Path, out: Path, *, device: s
     single = {"device": device, "parallel": {}, "transport": "tcp", "numerics": "adapters"}
     more: dict[str, Any] = {**single, "memory": "resident", "adapter": None}
     more |= {"finetuning_type": meta["finetuning_type"], "loss_modules": ()}
+    more["value_head"] = meta.get("value_head", False)
     if meta["finetuning_type"] == "lora":
         more |= {"lora": meta["lora"], "adapter": str(version / "adapter")}
     own = with_local_model(

@@ -196,7 +196,7 @@ def can_begin(message: TrainStep) -> bool:
     loss must need no additional passes."""
     size = message.mini_batch_sequences
     is_one_step = size is None or size >= _shape_of(message, "sequence_lengths")
-    return is_one_step and not message.loss.needs_reference_passes
+    return is_one_step and not message.loss.needs_other_passes
 
 
 def _shape_of(message: TrainStep, name: str) -> int:

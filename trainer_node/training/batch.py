@@ -53,6 +53,11 @@ class Batch:
     """[T, layers, top_k]."""
     temperatures_T: torch.Tensor | None = None
     """What the sampler divided the logits by; None: 1 everywhere."""
+    rewards_T: torch.Tensor | None = None
+    values_T: torch.Tensor | None = None
+    """The value head's, before the job's first step; 0 where the mask is 0."""
+    returns_T: torch.Tensor | None = None
+    """What the values should be."""
     scored_T: torch.Tensor | None = None
     """Tokens whose log-probs are wanted, all those with loss among them; None: those with loss."""
 
@@ -323,6 +328,14 @@ def check_batch(
             "every sequence: the loss's kl.reference is given, but the batch has no "
             "reference_logprobs"
         )
+    if ("rewards" in arrays) != (loss.value is not None):
+        raise BatchError(
+            "every sequence: loss.value makes advantages of the batch's rewards, and there "
+            + ("are rewards, but no loss.value" if "rewards" in arrays else "are none (gae_batch)")
+        )
+    if "rewards" in arrays:
+        why = "is on a token that the policy did not sample; give it to the last sampled one before"
+        _refuse(arrays, (mask == 0) & (arrays["rewards"] != 0), "rewards", why)
 
 
 def _check_allowed(allowed: Sequence[int], vocab_size: int) -> None:

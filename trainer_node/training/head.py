@@ -1,7 +1,8 @@
-"""Log-probs and entropies out of hidden states, without the logits as a whole.
+"""Log-probs, entropies and values out of hidden states, without the logits as a whole.
 
 Shapes: N = positions with loss, V = vocabulary rows on this tensor-parallel rank, H = hidden size,
-C = a chunk of N, K = allowed token ids, M = positions of this rank, P = values of a position.
+C = a chunk of N, K = allowed token ids, M = positions of this rank, P = values of a position, W =
+this rank's features of the value head.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch.nn import functional
 LOGITS_PER_CHUNK = 2**26
 """Logits that exist at a time, in the forward and the backward pass: 256 MiB in fp32, a few times
 over."""
+ROWS_PER_CHUNK = 2**13
+"""Positions whose hidden states exist in fp32 at a time."""
 
 
 def linear_statistics(
@@ -214,6 +217,48 @@ def _chunk_sums(
     # A row that does not count is 0 * -inf, NaN, and left out. Any other NaN is in `weights` too.
     energy_C = logits.mul_(weights).nansum(dim=1)
     return torch.stack([target_C, top_C, weights.sum(dim=1), energy_C])
+
+
+def linear_values(
+    hidden_NH: torch.Tensor, weight_W: torch.Tensor, *, first: int, rows: int = ROWS_PER_CHUNK
+) -> torch.Tensor:
+    """Return this rank's share of `hidden @ weight`, [N] in the weight's precision: that of the W
+    features from `first` on. The gradients are also those of this share.
+
+    The hidden states exist in that precision for `rows` positions at a time.
+    """
+    values_N: torch.Tensor = _LinearValues.apply(hidden_NH, weight_W, first, rows)
+    return values_N
+
+
+class _LinearValues(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: torch.Tensor, weight_W: torch.Tensor, first: int, rows: int
+    ) -> torch.Tensor:
+        """One product for each chunk of positions."""
+        ctx.save_for_backward(hidden_NH, weight_W)
+        ctx.first, ctx.rows = first, rows
+        own_NW = hidden_NH[:, first : first + len(weight_W)]
+        return torch.cat([own.to(weight_W.dtype) @ weight_W for own in own_NW.split(rows)])
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_N: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor, None, None]:
+        """No collective."""
+        hidden_NH, weight_W = ctx.saved_tensors
+        features = slice(ctx.first, ctx.first + len(weight_W))
+        grad_hidden_NH = None
+        if ctx.needs_input_grad[0]:
+            grad_hidden_NH = torch.zeros_like(hidden_NH)
+            grad_hidden_NH[:, features] = grad_N[:, None] * weight_W
+        grad_weight_W = torch.zeros_like(weight_W)
+        for own, grad in zip(
+            hidden_NH[:, features].split(ctx.rows), grad_N.split(ctx.rows), strict=True
+        ):
+            grad_weight_W += grad @ own.to(weight_W.dtype)
+        return grad_hidden_NH, grad_weight_W, None, None
 
 
 def gather_positions(

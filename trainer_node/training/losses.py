@@ -47,6 +47,16 @@ class LossInputs:
     """Sequences of the micro-batch; some may have no positions here."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueInputs:
+    """Inputs of the value loss, for the same positions. Only `values_N` has a gradient."""
+
+    values_N: torch.Tensor
+    old_values_N: torch.Tensor
+    """Those before the job's first step."""
+    returns_N: torch.Tensor
+
+
 def bind_loss(spec: LossSpec) -> Callable[[LossInputs], LossOutput]:
     """The spec's loss with its parameters filled in.
 
@@ -67,6 +77,11 @@ def bind_loss(spec: LossSpec) -> Callable[[LossInputs], LossOutput]:
         raise ConfigError(
             f"loss.max_logprob_gap: {spec.name} takes no sampler_logprobs, so there is no gap to "
             "bound; leave it out"
+        )
+    if spec.value is not None and "advantages_N" not in loss.inputs:
+        raise ConfigError(
+            f"loss.value: {spec.name} takes no advantages, which a value head is for; leave one of "
+            "them out"
         )
     missing = [
         p
@@ -299,6 +314,21 @@ def kl_to_reference(
     raise ConfigError(f"loss.kl.estimator: {estimator!r} is not k1, k2 or k3")
 
 
+def value_loss(inputs: ValueInputs, *, clip: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Squared error of the values, summed, and the number of tokens whose value was clipped:
+    `1/2 sum_t max((V_t - R_t)^2, (V'_t - R_t)^2)`, `V'_t = clip(V_t, old_t - clip, old_t + clip)`.
+
+    The value function's part of Schulman et al. 2017 (arXiv:1707.06347, eq. 9). The paper does not
+    clip it; its code does (openai/baselines, `ppo2/model.py`), as does TRL's `PPOTrainer`.
+    """
+    error_N = (inputs.values_N - inputs.returns_N).square()
+    if clip is None:
+        return error_N.sum() / 2, error_N.new_zeros(())
+    moved_N = (inputs.values_N - inputs.old_values_N).clamp(-clip, clip)
+    clipped_N = (inputs.old_values_N + moved_N - inputs.returns_N).square()
+    return torch.maximum(error_N, clipped_N).sum() / 2, (clipped_N > error_N).sum()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerms:
     """A loss with everything added, and the sums that are reported. All scalars; only `total` has a
@@ -311,6 +341,8 @@ class LossTerms:
     kl_sampler: torch.Tensor
     logprob_gap: torch.Tensor
     logprob_gap_max: torch.Tensor
+    value_loss: torch.Tensor
+    num_values_clipped: torch.Tensor
 
 
 def total_loss(
@@ -319,12 +351,15 @@ def total_loss(
     *,
     entropy_N: torch.Tensor,
     reference_logprobs_N: torch.Tensor | None,
+    values: ValueInputs | None = None,
 ) -> LossTerms:
-    """`loss + kl.coefficient * sum_t kl_t - entropy_bonus * sum_t entropy_t`; N must be at least 1.
+    """`loss + kl.coefficient * sum_t kl_t - entropy_bonus * sum_t entropy_t + value.coefficient *
+    value_loss`; N must be at least 1.
 
     Args:
         entropy_N: its gradient is used where the spec has an entropy bonus.
         reference_logprobs_N: needed where the spec has a KL term.
+        values: needed where the spec has a value head.
     """
     out = bind_loss(spec)(inputs)
     log_probs_N = inputs.log_probs_N
@@ -335,6 +370,11 @@ def total_loss(
         total = total + spec.kl.coefficient * kl
     if spec.entropy_bonus != 0.0:
         total = total - spec.entropy_bonus * entropy
+    of_values = values_clipped = log_probs_N.new_zeros(())
+    if spec.value is not None:
+        assert values is not None
+        of_values, values_clipped = value_loss(values, clip=spec.value.clip)
+        total = total + spec.value.coefficient * of_values
     gap_N, kl_sampler = torch.zeros_like(log_probs_N), log_probs_N.new_zeros(())
     if registered(spec.name).takes_sampler:
         sampler_N, trainer_N = inputs.sampler_logprobs_N, log_probs_N.detach()
@@ -348,4 +388,6 @@ def total_loss(
         kl_sampler=kl_sampler,
         logprob_gap=gap_N.sum(),
         logprob_gap_max=gap_N.max(),
+        value_loss=of_values.detach(),
+        num_values_clipped=values_clipped.detach(),
     )

@@ -60,10 +60,14 @@ class ShardedAdamW:
         owned = [p for partition in self._partitions for p in partition.owned()]
         self.masters = [(p, _master(p)) for p in owned]
         """This rank's parameters and what AdamW steps: an fp32 parameter is its own master."""
+        values = [m for p, m in self.masters if p.is_value]
         decays = [m for _, m in self.masters if m.dim() > 1]
-        others = [m for _, m in self.masters if m.dim() <= 1]
-        groups = [{"params": decays, "decays": True}, {"params": others, "decays": False}]
-        groups = [g for g in groups if g["params"]]
+        others = [m for p, m in self.masters if m.dim() <= 1 and not p.is_value]
+        groups = [
+            {"params": found, "decays": found is decays, "is_value": found is values}
+            for found in (decays, others, values)
+            if found
+        ]
         fused = bool(owned) and owned[0].param.is_cuda
         self._adam = torch.optim.AdamW(groups, fused=fused or None) if groups else None
         self._step_device = owned[0].param.device if fused else torch.device("cpu")
@@ -104,8 +108,9 @@ class ShardedAdamW:
         if self._adam is not None:
             for group in self._adam.param_groups:
                 decay = optim.weight_decay if group["decays"] else 0.0
+                lr = optim.value_lr if group["is_value"] and optim.value_lr else optim.lr
                 group.update(
-                    lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, weight_decay=decay
+                    lr=lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, weight_decay=decay
                 )
             self._adam.step()
         for p, master in self.masters:

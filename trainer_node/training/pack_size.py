@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.messages import LossSpec
+from orchestrator.protocol.messages import LossSpec, ValueSpec
 from trainer_node.model import rng
 from trainer_node.model.offload import free_bytes
 from trainer_node.ranks import objects
@@ -220,7 +220,9 @@ def probe(trainer: Trainer, tokens: int, *, share: float = 0.0, forward_only: bo
         advantages_T=mask_T,
         sampler_logprobs_T=-math.log(model.vocab_size) * mask_T,
         lengths=(length,) * (total // length),
+        rewards_T=mask_T,
     )
+    value = ValueSpec() if model.config.value_head else None
     generators, budget = rng.state(model.device), trainer.micro_batch_tokens
     memory, trainer.memory = trainer.memory, ()
     trainer.micro_batch_tokens, trainer.forced_share = tokens, share
@@ -228,7 +230,7 @@ def probe(trainer: Trainer, tokens: int, *, share: float = 0.0, forward_only: bo
         if forward_only:
             trainer.forward(batch)
         else:
-            trainer.forward_backward(batch, LossSpec(name="importance_sampling"))
+            trainer.forward_backward(batch, LossSpec(name="importance_sampling", value=value))
     finally:
         trainer.micro_batch_tokens, trainer.forced_share = budget, None
         trainer.memory = memory

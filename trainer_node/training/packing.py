@@ -77,6 +77,8 @@ class MicroBatch:
     old_logprobs_N: torch.Tensor | None = None
     reference_logprobs_N: torch.Tensor | None = None
     temperatures_N: torch.Tensor | None = None
+    values_N: torch.Tensor | None = None
+    returns_N: torch.Tensor | None = None
     routed_experts_L: torch.Tensor | None = None
     """[L, layers, top_k]: the experts that each token of the pack goes to."""
     loss_N: torch.Tensor | None = None
@@ -363,6 +365,8 @@ def _lay_out(
         old_logprobs_N=of_given(batch.old_logprobs_T),
         reference_logprobs_N=of_given(batch.reference_logprobs_T),
         temperatures_N=of_given(batch.temperatures_T),
+        values_N=of_given(batch.values_T),
+        returns_N=of_given(batch.returns_T),
         routed_experts_L=_routing(batch.routed_experts_T, rows_R, places_R, length),
         loss_N=loss_N,
         loss_M=loss_N,

@@ -29,15 +29,16 @@ from trainer_node.model import paths, recompute
 from trainer_node.model.model import Model
 from trainer_node.training import batch as batches
 from trainer_node.training.batch import Batch, BatchError
-from trainer_node.training.head import gather_positions, linear_statistics
-from trainer_node.training.losses import LossInputs, total_loss
+from trainer_node.training.gae import value_sums
+from trainer_node.training.head import gather_positions, linear_statistics, linear_values
+from trainer_node.training.losses import LossInputs, ValueInputs, total_loss
 from trainer_node.training.packing import MicroBatch, Packs, Sharing, micro_batches
 from trainer_node.training.registry import registered
 from trainer_node.training.sums import StepSums
 
-NUM_REPORTED = 7
+NUM_REPORTED = 9
 """What `loss` reports of a micro-batch: loss, clipped tokens, log-prob gap, KL, entropy, KL to the
-sampler (sums) and the largest gap."""
+sampler, value loss, clipped values (sums) and the largest gap."""
 
 
 class Report(NamedTuple):
@@ -210,18 +211,28 @@ def loss(
 ) -> tuple[torch.Tensor, torch.Tensor, Report]:
     """Compute a pack's summed loss. Returns it, its token count, and the report."""
     count = torch.full((), micro.num_loss_tokens, dtype=torch.int, device=model.device)
-    log_probs_N = entropy_N = torch.zeros(0, device=model.device)
+    log_probs_N = entropy_N = values_N = torch.zeros(0, device=model.device)
     if len(micro.rows_N):
         learns_entropy = spec.entropy_bonus != 0.0
+        hidden_MH = _at_predictors(model, micro, hidden_1LH)
         log_probs_N, entropy_N = _statistics(
-            model, micro, allowed_K, hidden_1LH, learns_entropy=learns_entropy
+            model, micro, allowed_K, hidden_MH, learns_entropy=learns_entropy
         )
+        if spec.value is not None:
+            below_MH = hidden_MH if spec.value.trains_model else hidden_MH.detach()
+            values_N = _values(model, micro, below_MH)
     scored_N = log_probs_N.detach()
     if not micro.num_loss_tokens:
         zeros = torch.zeros(NUM_REPORTED, dtype=torch.float64, device=model.device)
         return hidden_1LH.float().sum() * 0.0, count, Report(zeros, scored_N)
     inputs, entropy_N, reference_N = _inputs(micro, log_probs_N, entropy_N)
-    terms = total_loss(inputs, spec, entropy_N=entropy_N, reference_logprobs_N=reference_N)
+    terms = total_loss(
+        inputs,
+        spec,
+        entropy_N=entropy_N,
+        reference_logprobs_N=reference_N,
+        values=None if spec.value is None else _value_inputs(micro, values_N),
+    )
     total = terms.total * weight
     reported = (
         total.detach(),
@@ -230,6 +241,8 @@ def loss(
         terms.kl,
         terms.entropy,
         terms.kl_sampler,
+        terms.value_loss,
+        terms.num_values_clipped,
         terms.logprob_gap_max,
     )
     return total, count, Report(torch.stack([x.double() for x in reported]), scored_N)
@@ -252,6 +265,16 @@ def _inputs(
     return inputs, of(entropy_N), None if reference_N is None else of(reference_N)
 
 
+def _value_inputs(micro: MicroBatch, values_N: torch.Tensor) -> ValueInputs:
+    """The value loss's inputs, of the positions with loss."""
+    assert micro.values_N is not None
+    assert micro.returns_N is not None
+    of = micro.with_loss
+    return ValueInputs(
+        values_N=of(values_N), old_values_N=of(micro.values_N), returns_N=of(micro.returns_N)
+    )
+
+
 def scores(
     model: Model, allowed_K: torch.Tensor | None, micro: MicroBatch, hidden_1LH: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -259,16 +282,63 @@ def scores(
     as [2, N]."""
     result = torch.zeros(2, len(micro.rows_N), device=model.device)
     if len(micro.rows_N):
-        result = torch.stack(_statistics(model, micro, allowed_K, hidden_1LH, learns_entropy=False))
+        hidden_MH = _at_predictors(model, micro, hidden_1LH)
+        result = torch.stack(_statistics(model, micro, allowed_K, hidden_MH, learns_entropy=False))
     nothing = torch.zeros((), device=model.device)
     return nothing, nothing.to(torch.int), result
+
+
+def values(
+    model: Model, micro: MicroBatch, hidden_1LH: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute a pack's values. Returns no loss, no count, and them as [1, N]."""
+    result = torch.zeros(1, len(micro.rows_N), device=model.device)
+    if len(micro.rows_N):
+        result = _values(model, micro, _at_predictors(model, micro, hidden_1LH))[None]
+    nothing = torch.zeros((), device=model.device)
+    return nothing, nothing.to(torch.int), result
+
+
+def _at_predictors(model: Model, micro: MicroBatch, hidden_1LH: torch.Tensor) -> torch.Tensor:
+    """The hidden states that predict this context rank's scored tokens, on every tensor rank.
+
+    Each rank's part of the vocabulary, and of the value head, gives them one term of their
+    gradient. The region's backward adds the terms up.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+    hidden_LH, predictors_M = hidden_1LH[0], micro.predictors_N
+    if micro.here_M is not None:
+        predictors_M = predictors_M[micro.here_M]
+    if model.provider.sequence_parallel:
+        hidden_LH = tensor_parallel.gather_from_sequence_parallel_region(hidden_LH, group=group)
+    hidden_MH = hidden_LH.index_select(0, predictors_M)
+    if not model.provider.sequence_parallel:
+        hidden_MH = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_MH, group=group)
+    return hidden_MH
+
+
+def _values(model: Model, micro: MicroBatch, hidden_MH: torch.Tensor) -> torch.Tensor:
+    """Values of the scored positions, [N]. Context-parallel ranks join their positions."""
+    group, weight_W = parallel_state.get_tensor_model_parallel_group(), model.value_head
+    assert weight_W is not None
+    share_M = linear_values(hidden_MH, weight_W, first=group.rank() * len(weight_W))
+    values_M = tensor_parallel.reduce_from_tensor_model_parallel_region(share_M, group=group)
+    return _joined(micro, values_M[None])[0]
+
+
+def _joined(micro: MicroBatch, values_PM: torch.Tensor) -> torch.Tensor:
+    """This context rank's positions with those of the others, [P, N]."""
+    if micro.here_M is None:
+        return values_PM
+    group = parallel_state.get_context_parallel_group()
+    return gather_positions(values_PM, micro.here_M, len(micro.rows_N), group)
 
 
 def _statistics(
     model: Model,
     micro: MicroBatch,
     allowed_K: torch.Tensor | None,
-    hidden_1LH: torch.Tensor,
+    hidden_MH: torch.Tensor,
     *,
     learns_entropy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -281,23 +351,13 @@ def _statistics(
     """
     group = parallel_state.get_tensor_model_parallel_group()
     head = model.head
-    hidden_LH = hidden_1LH[0]
     tied = head.share_embeddings_and_output_weights
     weight_VH = head.shared_embedding_or_output_weight() if tied else head.output_layer.weight
     weight_VH = model.adapters.of_head(weight_VH)
-    # Each rank's part of the vocabulary gives the hidden states one term of their gradient; the
-    # region's backward adds them up.
-    if model.provider.sequence_parallel:
-        hidden_LH = tensor_parallel.gather_from_sequence_parallel_region(hidden_LH, group=group)
-    predictors_M = micro.predictors_N
-    targets_M = micro.targets_N
-    temperatures_M = micro.temperatures_N
+    targets_M, temperatures_M = micro.targets_N, micro.temperatures_N
     if micro.here_M is not None:
-        predictors_M, targets_M = predictors_M[micro.here_M], targets_M[micro.here_M]
+        targets_M = targets_M[micro.here_M]
         temperatures_M = None if temperatures_M is None else temperatures_M[micro.here_M]
-    hidden_MH = hidden_LH.index_select(0, predictors_M)
-    if not model.provider.sequence_parallel:
-        hidden_MH = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_MH, group=group)
     log_probs_M, entropy_M = linear_statistics(
         hidden_MH,
         weight_VH,
@@ -312,12 +372,7 @@ def _statistics(
     entropy_M = entropy_M if learns_entropy else entropy_M.detach()
     if micro.here_M is None:
         return log_probs_M, entropy_M
-    log_probs_N, entropy_N = gather_positions(
-        torch.stack([log_probs_M, entropy_M]),
-        micro.here_M,
-        len(micro.rows_N),
-        parallel_state.get_context_parallel_group(),
-    )
+    log_probs_N, entropy_N = _joined(micro, torch.stack([log_probs_M, entropy_M]))
     return log_probs_N, entropy_N
 
 
@@ -359,7 +414,7 @@ def reduce_sums(model: Model, reports: Sequence[Report], batch: Batch, spec: Los
     total = total if speaks() else torch.zeros_like(total)
     dist.all_reduce(total)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    loss_sum, clipped, logprob_gap, kl, entropy, kl_sampler = total.tolist()
+    loss_sum, clipped, logprob_gap, kl, entropy, kl_sampler, value_loss, far = total.tolist()
     return StepSums(
         loss=loss_sum,
         num_clipped=clipped,
@@ -373,4 +428,7 @@ def reduce_sums(model: Model, reports: Sequence[Report], batch: Batch, spec: Los
         num_tokens=batch.num_loss_tokens,
         num_loss_sequences=batch.num_loss_sequences,
         num_sequences=len(batch.lengths),
+        value_loss=value_loss,
+        num_values_clipped=far,
+        **({} if spec.value is None else value_sums(batch)),
     )

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from orchestrator.protocol.messages import LossSpec
 from trainer_node.adapters.lora import Mode
 from trainer_node.model.model import Model
-from trainer_node.training import passes, served_weights
+from trainer_node.training import gae, passes, served_weights
 from trainer_node.training.batch import Batch, check_fits
 from trainer_node.training.memory_model import RankMemory
 from trainer_node.training.packing import Packs
@@ -60,14 +62,35 @@ class Scorer:
         """
         if mode == "base":
             self.model.need_adapters("a forward pass of the base model")
+        of_pack = partial(passes.scores, self.model, self._allowed(allowed_token_ids))
+        logprobs_T, entropy_T = self._scored(batch, of_pack, mode=mode, rows=2)
+        return logprobs_T, entropy_T
+
+    @torch.no_grad()
+    def valued(self, batch: Batch, loss: LossSpec) -> Batch:
+        """Return the batch with the present values, and the advantages and returns that they give.
+        The same batch if the loss has no value head, or the batch has them.
+
+        Raises:
+            TooLong: as `forward`.
+        """
+        if loss.value is None or batch.returns_T is not None:
+            return batch
+        of_pack = partial(passes.values, self.model)
+        (values_T,) = self._scored(replace(batch, scored_T=None), of_pack, mode=None, rows=1)
+        advantages_T, returns_T = gae.advantages(batch, values_T, loss.value)
+        return replace(batch, values_T=values_T, advantages_T=advantages_T, returns_T=returns_T)
+
+    def _scored(
+        self, batch: Batch, of_pack: Callable[..., Any], *, mode: Mode | None, rows: int
+    ) -> torch.Tensor:
+        """What a forward pass says of each marked token, [`rows`, T]."""
         longest = min((rank.longest_scored for rank in self.memory), default=None)
         check_fits(batch, longest, "without a backward pass")
         packs = self._cut(batch)
-        of_pack = partial(passes.scores, self.model, self._allowed(allowed_token_ids))
         with self._scoring(mode):
-            values = self._run(packs, of_pack, forward_only=True)
-        logprobs_T, entropy_T = passes.gather_scores(self.model, batch, packs, values, rows=2)
-        return logprobs_T, entropy_T
+            found = self._run(packs, of_pack, forward_only=True)
+        return passes.gather_scores(self.model, batch, packs, found, rows=rows)
 
     def _scoring(self, mode: Mode | None) -> contextlib.AbstractContextManager[None]:
         """What a forward pass without a backward pass computes with."""

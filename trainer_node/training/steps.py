@@ -96,6 +96,7 @@ def train(
         NonFiniteGradient: not a single step was taken.
         Exception: anything later. Earlier steps are kept, and a note gives their number.
     """
+    batch = trainer.valued(batch, message.loss)  # of the policy before the first step
     pieces = mini_batches(batch, message.mini_batch_sequences) * message.epochs
     steps: list[Step] = []
     loss = message.loss

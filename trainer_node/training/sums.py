@@ -36,6 +36,18 @@ class StepSums:
     num_loss_sequences: int = 0
     """Sequences with at least one such token."""
     num_sequences: int = 0
+    value_tokens: int = 0
+    """Loss tokens of the batches that a value head gave advantages. Only those are in the sums
+    below, which but for the first two are of the values before the job's first step."""
+    value_loss: float = 0.0
+    """Without its coefficient."""
+    num_values_clipped: float = 0.0
+    value: float = 0.0
+    returns: float = 0.0
+    returns_squared: float = 0.0
+    value_error: float = 0.0
+    """Return less value."""
+    value_error_squared: float = 0.0
 
     def __add__(self, other: StepSums) -> StepSums:
         names = [f.name for f in fields(self) if f.name != "logprob_gap_max"]
@@ -59,8 +71,8 @@ class StepSums:
         """The values over all ranks. `loss` is divided as the gradient is. The others are means
         over loss tokens, or 0 without any.
 
-        kl_mean is present if a batch had a KL term, and the gap to the sampler if a loss takes the
-        sampler's log-probs.
+        kl_mean is present if a batch had a KL term, the gap to the sampler if a loss takes the
+        sampler's log-probs, and those of values if a value head gave advantages.
         """
         count = self.num_tokens or 1
         metrics = {
@@ -76,7 +88,24 @@ class StepSums:
             metrics["kl_sampler_mean"] = self.kl_sampler / self.gap_tokens
         if self.kl_tokens:
             metrics["kl_mean"] = self.kl / self.kl_tokens
+        if self.value_tokens:
+            metrics |= self._value_metrics(self.value_tokens)
         return metrics
+
+    def _value_metrics(self, count: int) -> dict[str, float]:
+        """explained_variance is 1 - var(return - value) / var(return), and 0 if all returns are
+        equal."""
+        mean, square = self.returns / count, self.returns_squared / count
+        variance = square - mean**2
+        rest = self.value_error_squared / count - (self.value_error / count) ** 2
+        is_constant = variance <= 1e-12 * square  # but for rounding
+        return {
+            "value_loss": self.value_loss / count,
+            "value_clip_fraction": self.num_values_clipped / count,
+            "value_mean": self.value / count,
+            "return_mean": mean,
+            "explained_variance": 0.0 if is_constant else 1 - rest / variance,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -153,6 +153,7 @@ class Trainer(Scorer):
         """
         started = time.monotonic()
         try:
+            batch = self.valued(batch, loss)
             if loss.kl is not None and loss.needs_reference_passes:
                 with self.references.in_place(loss.kl.adapter_dir):
                     base_T, _ = self.forward(
@@ -268,6 +269,8 @@ class Trainer(Scorer):
             ConfigError: the loss or the cut is refused. Nothing has changed.
         """
         bind_loss(loss)
+        if loss.value is not None:
+            self.model.need_value_head()
         self.pending.check(loss.normalize_by)
         if loss.kl is not None and loss.needs_reference_passes:
             self.model.need_adapters(
@@ -487,6 +490,7 @@ class Trainer(Scorer):
             yield from module.buffers()
         yield from self.references.tensors()
         yield from (p.main_grad for p in self.model.params if p.main_grad is not None)
+        yield from tensors_in([[p.param, p.param.grad] for p in self.model.params if p.is_value])
         yield from tensors_in(
             [[master for _, master in self.optimizer.masters], self.optimizer.state]
         )

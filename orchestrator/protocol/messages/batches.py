@@ -69,6 +69,30 @@ class KlSpec(UserInput):
         return self
 
 
+class ValueSpec(UserInput):
+    """A value head (a critic), and the advantages that it gives.
+
+    The batch brings `rewards`. Before a job's first step the trainer computes each token's value,
+    and from both the advantages: generalised advantage estimation. The loss gets
+    `coefficient / 2 * sum_t (value_t - return_t)^2`, clipped. `trainer.value_head` makes the head.
+    """
+
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount of a later token's reward."""
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """GAE's lambda. 1: advantage = discounted rewards - value. Lower: less variance, and more bias
+    by the values of later tokens. Below 1, the reward at an answer's end hardly reaches the
+    beginning of a long answer."""
+    coefficient: float = Field(default=0.5, ge=0, allow_inf_nan=False)
+    """Weight of the value loss next to the policy's. 0: only measure it."""
+    clip: float | None = Field(default=0.2, gt=0, allow_inf_nan=False)
+    """A value counts as at most this far from the one before the job's first step. None: off."""
+    whiten: bool = True
+    """Whether the job's advantages are shifted and scaled to mean 0 and standard deviation 1."""
+    trains_model: bool = True
+    """Whether the value loss also trains the model below the head. False: only the head."""
+
+
 class LossSpec(UserInput):
     """A loss and its parameters.
 
@@ -97,6 +121,7 @@ class LossSpec(UserInput):
     params: dict[str, ParamValue] = Field(default={}, max_length=64)
     """Parameters of a registered loss."""
     kl: KlSpec | None = None
+    value: ValueSpec | None = None
     entropy_bonus: float = Field(default=0.0, allow_inf_nan=False)
     """The loss gets `- entropy_bonus * sum_t entropy_t`."""
     normalize_by: NormalizeBy = "tokens"
@@ -118,6 +143,11 @@ class LossSpec(UserInput):
     def needs_reference_passes(self) -> bool:
         """Whether the trainer computes the reference's log-probs in separate passes."""
         return self.kl is not None and self.kl.reference != "given"
+
+    @property
+    def needs_other_passes(self) -> bool:
+        """Whether the trainer runs passes over the batch before those that train."""
+        return self.needs_reference_passes or self.value is not None
 
     @model_validator(mode="before")
     @classmethod
@@ -157,6 +187,8 @@ class OptimParams(UserInput):
 
     lr: float = Field(default=1e-4, gt=0, allow_inf_nan=False)
     """Learning rate."""
+    value_lr: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Learning rate of the value head. None: `lr`."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the mean of gradients."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
@@ -187,6 +219,7 @@ OPTIONAL_BATCH_TENSORS: dict[str, str] = {
     "reference_logprobs": "float32",
     "routed_experts": "int32",
     "temperatures": "float32",
+    "rewards": "float32",
 }
 """Buffers that may follow BATCH_TENSORS, in this order. They are [T], and 0 where the mask is 0.
 
@@ -199,6 +232,7 @@ routed_experts: [T, layers, top_k], the experts that the sampler's routers chose
 temperatures: [T] or [S], the divisor of the sampler's logits. The trainer then computes all
     log-probs and entropies, also a reference model's, from softmax(logits / temperature). Each must
     be finite and at least MIN_TEMPERATURE, also where the mask is 0. Without the buffer it is 1.
+rewards: of each sampled token, for `LossSpec.value`, which computes the advantages.
 """
 
 MIN_TEMPERATURE = 0.01

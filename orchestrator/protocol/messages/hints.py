@@ -5,6 +5,7 @@ from __future__ import annotations
 _PLACES: dict[str, str] = {
     # Class.field of splice, or the key in run.toml -> what others call it
     "OptimParams.lr": "learning_rate lr actor_lr",
+    "OptimParams.value_lr": "critic_lr critic_learning_rate value_lr",
     "OptimParams.weight_decay": "weight_decay",
     "OptimParams.beta1": "adam_beta1 beta1 betas",
     "OptimParams.beta2": "adam_beta2 beta2",
@@ -25,6 +26,11 @@ _PLACES: dict[str, str] = {
     "kl_penalty_coef",
     "KlSpec.estimator": "kl_loss_type kl_estimator kl_penalty",
     "KlSpec.reference": "ref_model ref_load reference_model",
+    "ValueSpec.gamma": "gamma",
+    "ValueSpec.lam": "lam lambd lambda gae_lambda",
+    "ValueSpec.coefficient": "vf_coef value_loss_coef value_coef critic_coef",
+    "ValueSpec.clip": "cliprange_value value_clip vf_clip vf_clip_param",
+    "ValueSpec.whiten": "whiten_advantages normalize_advantages",
     "LoopConfig.group_size": "num_generations rollouts_per_example n_samples_per_prompt n "
     "rollout_n num_samples",
     "LoopConfig.groups_per_step": "batch_size train_batch_size per_device_train_batch_size "
@@ -71,6 +77,10 @@ _PLACES: dict[str, str] = {
 }
 _NOTES: dict[str, str] = {
     "OptimParams.beta1": " and beta2",
+    "ValueSpec.gamma": ", given as LossSpec(value=ValueSpec(...))",
+    "ValueSpec.lam": ", given as LossSpec(value=ValueSpec(...))",
+    "ValueSpec.coefficient": ", given as LossSpec(value=ValueSpec(...))",
+    "ValueSpec.clip": ", given as LossSpec(value=ValueSpec(...))",
     "OptimParams.lr": "; a loop also takes a function: optim=lambda step: OptimParams(lr=...)",
     "KlSpec.coefficient": ", given as LossSpec(kl=KlSpec(...))",
     "LossSpec.clip_low": " and clip_high",

@@ -288,6 +288,10 @@ class TrainerConfig(Settings):
     the merged weights (metrics `gap_weights_mean` and `gap_arithmetic_mean`). Such a job scores one
     pack of its batch
     twice. 0: never."""
+    profile_versions: tuple[int, ...] = ()
+    """Versions whose training rank 0 records, operator by operator and kernel by kernel, with
+    torch.profiler: `profiles/N.json.gz` in the run's folder, for ui.perfetto.dev. Step N makes
+    version N. Such a step is slower."""
     seed: int = 1234
     """Seeds new adapters, dropout, and the thresholds of `rounding`. A run keeps its thresholds: a
     checkpoint has their seed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from orchestrator.processes.python import python_command
 from splice.dashboard import Dashboard
 from splice.report import read
 from splice.rl import decisions, evaluations
@@ -18,7 +20,7 @@ from tests.e2e.commands import processes_of, splice, splice_killed_at
 from tests.e2e.conftest import INFERENCE_PYTHON, ROOT
 
 pytestmark = pytest.mark.timeout(1800)
-SPLICE = f"{sys.executable} -m splice"
+SPLICE = shlex.join(python_command(sys.executable, "-m", "splice"))
 TRAINING = """
 [data]
 path = "rows.jsonl"

@@ -419,12 +419,15 @@ def _figures(plots: Plots, history: History) -> Iterable[str]:
                 parts.setdefault(name.removeprefix(_PARTS), {})[step] = value
     for first in range(0, len(parts), len(_COLORS)):
         some = dict(list(parts.items())[first : first + len(_COLORS)])
-        yield figure_of("Parts of the reward", plots.lines(some))
+        said = " ".join(f"{name}: {verdict('', values)}" for name, values in some.items())
+        yield figure_of("Parts of the reward", plots.lines(some), said)
     if history.seconds:
-        pauses = {n: s["job.pause"] for n, s in history.seconds.items() if "job.pause" in s}
-        yield figure_of("Time of a step (s)", plots.phases(history.seconds))
-        if pauses:
-            yield figure_of("Pause of generation (s)", plots.lines({"pause": pauses}))
+        whole = {n: sum(phases_of(s).values()) for n, s in history.seconds.items()}
+        said = verdict("", whole)
+        yield figure_of("Time of a step (s)", plots.phases(history.seconds), said)
+        if pauses := {n: s["job.pause"] for n, s in history.seconds.items() if "job.pause" in s}:
+            said, drawn = verdict("", pauses), plots.lines({"pause": pauses})
+            yield figure_of("Pause of generation (s)", drawn, said)
 
 
 def figure_of(title: str, svg: str, said: str = "") -> str:

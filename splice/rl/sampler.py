@@ -133,14 +133,15 @@ class Sampler:
     # ------------------------------------------------------------ the replicas
 
     async def _watch(self) -> None:
-        said = ""
+        has_said = False  # once for each outage
         while True:
             await asyncio.sleep(POLL_S)
             try:
                 await self._look()
-                said = ""
+                has_said = False
             except (TimeoutError, SpliceError) as error:  # replicas serve without an orchestrator
-                if said != (said := str(error)):  # once for each outage
+                if not has_said:
+                    has_said = True
                     log.warning("cannot ask for the replicas: %s", error)
 
     async def _look(self) -> None:

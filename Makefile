@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 HOURS ?= 2
 CHAOS_ARGS ?=
 
-.PHONY: help envs envs-both envs-cuda dev smoke smoke-cuda test test-trainer test-orchestrator test-runs test-inference test-all test-slice mutants chaos chaos-short check check-code docs lint-fix clean
+.PHONY: help envs envs-both envs-cuda dev smoke smoke-cuda test test-trainer test-orchestrator test-runs test-inference test-all test-slice mutants chaos chaos-short check check-code docs docs-version lint-fix clean
 .DEFAULT_GOAL := help
 
 help:
@@ -60,15 +60,15 @@ $(INFERENCE)/.installed-cuda-%: requirements/inference-cuda-%.lock $(LOCKS)
 	requirements/make_env.sh "$$python" $(INFERENCE) requirements/inference-cuda-$*.lock 3.12 3.13
 	@touch $@
 
-dev: envs $(TRAINER)/.dev $(TRAINER)/.plot $(TRAINER)/.docs $(TRAINER)/.ray $(TRAINER)/.tinker $(TRAINER)/.examples $(INFERENCE)/.dev
+dev: envs $(TRAINER)/.dev $(TRAINER)/.plot $(TRAINER)/.docs $(TRAINER)/.ray $(TRAINER)/.tinker $(TRAINER)/.examples $(TRAINER)/.sinks $(INFERENCE)/.dev
 
 %/.dev: requirements/dev.lock %/.installed
 	@$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/dev.lock
 	@touch $@
 
-# Benchmarks draw their results, the docs become a site, tests have a Ray cluster and a Tinker server and run the examples: all in the trainer's environment.
+# Benchmarks draw their results, the docs become a site, tests have a Ray cluster and a Tinker server, run the examples and log to W&B, MLflow and trackio: all in the trainer's environment.
 # Ray needs its bytecode: a raylet gives its agents 15 s to start (ray issue 65983).
-$(TRAINER)/.plot $(TRAINER)/.docs $(TRAINER)/.ray $(TRAINER)/.tinker $(TRAINER)/.examples: $(TRAINER)/.%: requirements/%.lock $(TRAINER)/.installed
+$(TRAINER)/.plot $(TRAINER)/.docs $(TRAINER)/.ray $(TRAINER)/.tinker $(TRAINER)/.examples $(TRAINER)/.sinks: $(TRAINER)/.%: requirements/%.lock $(TRAINER)/.installed
 	@$(TRAINER)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps $(if $(findstring ray,$@),,--no-compile) -r requirements/$*.lock
 	@touch $@
 
@@ -129,6 +129,11 @@ check: $(TRAINER)/.dev $(TRAINER)/.plot $(TRAINER)/.docs
 # Strict: a missing page, link or anchor is an error.
 docs: $(TRAINER)/.plot $(TRAINER)/.docs
 	NO_MKDOCS_2_WARNING=1 $(TRAINER)/bin/python -m mkdocs build --quiet
+
+# The site of this version next to those of others, with a switch between them: a commit on the branch gh-pages, which the user pushes.
+docs-version: $(TRAINER)/.plot $(TRAINER)/.docs
+	export NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(TRAINER)/bin:$$PATH" && \
+	mike deploy --update-aliases $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) latest && mike set-default latest
 
 check-code: $(TRAINER)/.dev
 	$(TRAINER)/bin/ruff check .

@@ -10,6 +10,7 @@ and the page asks again after ten times as long as the last answer took.
 from __future__ import annotations
 
 import html
+import json
 import secrets
 import threading
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from orchestrator.errors import ConfigError
 from splice import report
+from splice.client.run_file import RUN_JSON, RunFile
 from splice.rl import decisions, samples
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -220,15 +222,32 @@ def _state_of(loop: Path) -> str:
 
 
 def _names(loops: Sequence[Path]) -> list[str]:
-    """The shortest ends of the folders' paths that tell them apart."""
-    whole = [loop.absolute().parts for loop in loops]
-    if len(set(whole)) != len(whole):
+    """The shortest ends of the runs' folders that tell them apart, with the runs' names."""
+    if len({loop.absolute() for loop in loops}) != len(loops):
         raise ConfigError("a loop is named twice; name each once")
-    for count in range(1, max(map(len, whole)) + 1):
-        names = ["/".join(parts[-count:]) for parts in whole]
-        if len(set(names)) == len(names) and any(n != decisions.LOOP_DIR for n in names):
-            return names
-    return ["/".join(parts) for parts in whole]
+    # A loop's folder is RUN/loop, and a run's is the folder of its run.toml, with /run.
+    short = [_without_default(loop.absolute()) for loop in loops]
+    whole = [of.parts for of in (short if len(set(short)) == len(loops) else loops)]
+    ends = ["/".join(parts) for parts in whole]
+    for count in range(1, max(map(len, whole))):
+        shorter = ["/".join(parts[-count:]) for parts in whole]
+        if len(set(shorter)) == len(shorter):
+            ends = shorter
+            break
+    return [f"{end}{_name_of(loop)}" for end, loop in zip(ends, loops, strict=True)]
+
+
+def _without_default(loop: Path) -> Path:
+    folder = loop.parent if loop.name == decisions.LOOP_DIR else loop
+    return folder.parent if folder.name == RunFile.model_fields["run_dir"].default.name else folder
+
+
+def _name_of(loop: Path) -> str:
+    """Return the name of the loop's run, in parentheses."""
+    try:
+        return f" ({json.loads((loop.parent / RUN_JSON).read_text())['name']})"
+    except (OSError, ValueError, LookupError):  # its run is elsewhere
+        return ""
 
 
 def _send(

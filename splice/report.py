@@ -13,7 +13,7 @@ import io
 import json
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,11 +23,14 @@ from typing import Any
 from orchestrator.errors import ConfigError
 from splice.rl import browse, checker, decisions, samples
 from splice.rl.balance import Balance
+from splice.verdicts import verdict
 
 TIMELINE_STEPS = 20
 """Steps in the timeline, the newest."""
 POINTS = 500
 """Most points of a line; more are averaged."""
+FONT = 11
+"""Size of a plot's texts, in points: a phone shows a plot with nine tenths of a pixel a point."""
 SHOWN = 4
 """Best and worst samples of the newest step, and of the first one."""
 _TRAINER, _SAMPLER, _PAUSE, _BODY, _MORE = "#2a6fbb", "#2f9e6e", "#d64545", "#b9a03b", "#8458b3"
@@ -74,6 +77,7 @@ class History:
         in_flight: (seconds since the epoch, number of requests) at each change since the newest
             steps of the timeline began.
         notes: name -> step -> the user's own number.
+        facts: of the last start's run: model, devices, version, commit.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -86,6 +90,7 @@ class History:
     latest: list[dict[str, float]] = field(default_factory=list)
     in_flight: deque[tuple[float, int]] = field(default_factory=deque)
     notes: dict[str, dict[int, float]] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def warm(self) -> list[dict[str, float]]:
@@ -118,6 +123,7 @@ class _Reader:
         event, at = line["event"], line.get("at", 0.0)
         if event == "start":
             found.config, found.starts = line["config"], found.starts + 1
+            found.facts = line.get("facts", {})  # older logs lack them
             found.began_at = found.began_at or at
             self._open.clear()
             found.latest.clear()
@@ -173,7 +179,8 @@ class Plots:
             axis.spines[["top", "right"]].set_visible(False)
             axis.grid(visible=True, color="#e6e8eb", linewidth=0.8)
             axis.set_axisbelow(True)
-            axis.tick_params(labelsize=9, colors="#4a5360")
+            axis.tick_params(labelsize=FONT, colors="#4a5360")
+            axis.ticklabel_format(useOffset=False)
         return figure, axes
 
     def svg(self, figure: Any) -> str:
@@ -195,10 +202,13 @@ class Plots:
             axis.plot(
                 steps, numbers, label=name, color=color, marker=marker, markersize=4, linewidth=1.5
             )
+        _set_limits(axis, [value for values in found.values() for value in values.values()])
         axis.xaxis.set_major_locator(self._integers(nbins=6, integer=True))
-        axis.set_xlabel("step", fontsize=9)
+        axis.set_xlabel("step", fontsize=FONT)
         if len(found) > 1:
-            axis.legend(frameon=False, fontsize=9, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
+            axis.legend(
+                frameon=False, fontsize=FONT, ncols=3, loc="lower left", bbox_to_anchor=(0, 1)
+            )
         return self.svg(figure)
 
     def phases(self, seconds: dict[int, dict[str, float]]) -> str:
@@ -220,10 +230,10 @@ class Plots:
             alpha=0.85,
         )
         axis.xaxis.set_major_locator(self._integers(nbins=6, integer=True))
-        axis.set_xlabel("step", fontsize=9)
-        axis.set_ylabel("seconds", fontsize=9)
+        axis.set_xlabel("step", fontsize=FONT)
+        axis.set_ylabel("seconds", fontsize=FONT)
         axis.margins(x=0)
-        axis.legend(frameon=False, fontsize=9, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
+        axis.legend(frameon=False, fontsize=FONT, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
         return self.svg(figure)
 
     def timeline(self, history: History) -> str:
@@ -238,7 +248,9 @@ class Plots:
             trainer.broken_barh([(done - pause - zero, pause)], (0, 1), facecolors=_PAUSE)
             middle = (began + done) / 2 - zero
             if done - began > (end - zero) / 60:
-                trainer.text(middle, 0.5, number, ha="center", va="center", color="w", fontsize=9)
+                trainer.text(
+                    middle, 0.5, number, ha="center", va="center", color="w", fontsize=FONT
+                )
         trainer.set_yticks([0.5], ["trainer"])
         trainer.set_ylim(-0.15, 1.15)
         before = [count for at, count in history.in_flight if at < zero][-1:]
@@ -247,10 +259,10 @@ class Plots:
         points.append((end - zero, points[-1][1]))
         xs, ys = _steps_of(points)
         sampler.fill_between(xs, ys, step="post", color=_SAMPLER, alpha=0.8, linewidth=0)
-        sampler.set_ylabel("requests in flight", fontsize=9)
+        sampler.set_ylabel("requests in flight", fontsize=FONT)
         sampler.yaxis.set_major_locator(self._integers(nbins=4, integer=True))
         sampler.set_ylim(bottom=0)
-        sampler.set_xlabel("seconds", fontsize=9)
+        sampler.set_xlabel("seconds", fontsize=FONT)
         sampler.set_xlim(0, end - zero)
         return self.svg(figure)
 
@@ -268,6 +280,16 @@ def phases_of(seconds: Mapping[str, float]) -> dict[str, float]:
         "waiting": seconds.get("trainer_waits", 0.0),
         "loop's body": seconds.get("body", 0.0),
     }
+
+
+def _set_limits(axis: Any, values: Sequence[float]) -> None:
+    """Show zero where it is near, and a line that hardly changes as a flat one."""
+    low, high = min(values), max(values)
+    room = 0.1 * abs(high) or 1.0
+    if 0 <= low <= high / 2:
+        axis.set_ylim(bottom=0)
+    elif high - low < room / 5:
+        axis.set_ylim(low - room, high + room)
 
 
 def _thin(points: Sequence[tuple[int, float]]) -> tuple[list[float], list[float]]:
@@ -340,10 +362,23 @@ def facts(history: History, loop_dir: Path) -> str:
         if recent
         else "The balance shows from a start's second step on; the first one warms everything up."
     )
-    lines = [f"Began {began}{again}. {said}"]
+    lines = [f"Began {began}{again}. {said}", *_on_what(history.facts)]
     lines += checked.violations[:5]
     text = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
     return f'<div class="tiles">{cells}</div>{text}'
+
+
+def _on_what(known: Mapping[str, Any]) -> Iterable[str]:
+    """Say what trained, on what."""
+    if known:
+        devices = [
+            f"{role} on {' and '.join(f'{n} x {name}' for name, n in Counter(names).items())}"
+            for role, names in known["devices"].items()
+            if names
+        ]
+        commit = known["commit"] and f" at commit {known['commit']}"
+        parts = [f"model {known['model']}"] * bool(known["model"]) + devices
+        yield "; ".join([*parts, f"splice {known['splice']}{commit}"]) + "."
 
 
 def _number(value: float | None) -> str:
@@ -356,7 +391,7 @@ def _timeline(plots: Plots, history: History) -> Iterable[str]:
     number = min(len(history.spans), TIMELINE_STEPS)
     yield (
         f"<h2>Both sides, last {number} steps</h2>"
-        f"<figure>{plots.timeline(history)}<figcaption>"
+        f'<figure><div class="wide">{plots.timeline(history)}</div><figcaption>'
         f'<i style="background:{_TRAINER}"></i> step on the trainer '
         f'<i style="background:{_PAUSE}"></i> pause of its publication, drawn at its end '
         f'<i style="background:{_SAMPLER}"></i> requests at vLLM</figcaption></figure>'
@@ -366,7 +401,8 @@ def _timeline(plots: Plots, history: History) -> Iterable[str]:
 
 def _figures(plots: Plots, history: History) -> Iterable[str]:
     for name, values in history.notes.items():
-        yield figure_of(f"{name} (evaluation)", plots.lines({name: values}, dots=True))
+        title = f"{name} (evaluation)"
+        yield figure_of(title, plots.lines({name: values}, dots=True), verdict(title, values))
     for title, names in PLOTS.items():
         found = {
             name: {step: own[name] for step, own in history.steps.items() if name in own}
@@ -374,7 +410,8 @@ def _figures(plots: Plots, history: History) -> Iterable[str]:
         }
         found = {name: values for name, values in found.items() if values}
         if found:
-            yield figure_of(title, plots.lines(found))
+            said = verdict(title, next(iter(found.values())))
+            yield figure_of(title, plots.lines(found), said)
     parts: dict[str, dict[int, float]] = {}
     for step, own in sorted(history.steps.items()):
         for name, value in own.items():
@@ -382,17 +419,21 @@ def _figures(plots: Plots, history: History) -> Iterable[str]:
                 parts.setdefault(name.removeprefix(_PARTS), {})[step] = value
     for first in range(0, len(parts), len(_COLORS)):
         some = dict(list(parts.items())[first : first + len(_COLORS)])
-        yield figure_of("Parts of the reward", plots.lines(some))
+        said = " ".join(f"{name}: {verdict('', values)}" for name, values in some.items())
+        yield figure_of("Parts of the reward", plots.lines(some), said)
     if history.seconds:
-        pauses = {n: s["job.pause"] for n, s in history.seconds.items() if "job.pause" in s}
-        yield figure_of("Time of a step (s)", plots.phases(history.seconds))
-        if pauses:
-            yield figure_of("Pause of generation (s)", plots.lines({"pause": pauses}))
+        whole = {n: sum(phases_of(s).values()) for n, s in history.seconds.items()}
+        said = verdict("", whole)
+        yield figure_of("Time of a step (s)", plots.phases(history.seconds), said)
+        if pauses := {n: s["job.pause"] for n, s in history.seconds.items() if "job.pause" in s}:
+            said, drawn = verdict("", pauses), plots.lines({"pause": pauses})
+            yield figure_of("Pause of generation (s)", drawn, said)
 
 
-def figure_of(title: str, svg: str) -> str:
-    """Return a plot with its title."""
-    return f"<figure><h3>{html.escape(title)}</h3>{svg}</figure>"
+def figure_of(title: str, svg: str, said: str = "") -> str:
+    """Return a plot with its title, and what is said of it."""
+    caption = f"<figcaption>{html.escape(said)}</figcaption>" if said else ""
+    return f"<figure><h3>{html.escape(title)}</h3>{svg}{caption}</figure>"
 
 
 def _samples(folder: Path) -> Iterable[str]:
@@ -406,7 +447,7 @@ def _samples(folder: Path) -> Iterable[str]:
 
 def _sample(sample: dict[str, Any]) -> str:
     facts = " · ".join(f"{name} {value}" for name, value in browse.details_of(sample).items())
-    prompt, answer = browse.text_of(sample["prompt"]), sample["answer"]
+    prompt, answer = browse.text_of(sample["prompt"]), browse.answer_of(sample)
     return (
         f"<article><h4>{html.escape(facts)}</h4><pre>{html.escape(prompt)}</pre>"
         f'<pre class="answer">{html.escape(answer)}</pre></article>'
@@ -428,6 +469,8 @@ h3, h4 { font-size: 13px; margin: 0 0 4px; color: #4a5360; font-weight: 600; }
   gap: 12px; }
 figure { margin: 0; }
 figure svg { width: 100%; height: auto; display: block; }
+.wide { overflow-x: auto; }
+.wide svg { min-width: 760px; }
 figcaption { font-size: 13px; color: #4a5360; }
 figcaption i { display: inline-block; width: 10px; height: 10px; border-radius: 2px;
   margin: 0 2px 0 12px; }

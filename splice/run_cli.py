@@ -113,6 +113,8 @@ def init(
     """Look at this host's GPUs and the model, and write a commented run.toml."""
     from splice.train import recipes
 
+    if job_gpus is not None and gpus is not None:
+        raise ConfigError("--gpus names GPUs of this host, --job-gpus those of a job: choose one")
     chosen_recipe = recipes.read(recipe) if recipe else None
     if model is None:
         if chosen_recipe is None:
@@ -447,10 +449,15 @@ def write_trace(
     out: Annotated[Path, typer.Option("--out", "-o", help="The file.")] = Path("trace.json"),
     steps: Annotated[int, typer.Option(min=1, help="Only the newest steps.")] = 50,
 ) -> None:
-    """Write both sides over time, to open in ui.perfetto.dev: steps, publications, requests."""
-    found = trace.trace(_loop_dir(run), steps=steps)
-    out.write_text(json.dumps(found), encoding="utf-8")
+    """Write both sides over time, to open in ui.perfetto.dev: steps, publications, requests.
+
+    `trainer.profile_versions` records kernels; this command names their files.
+    """
+    loop_dir = _loop_dir(run)
+    out.write_text(json.dumps(trace.trace(loop_dir, steps=steps)), encoding="utf-8")
     typer.echo(f"{out}: open it in https://ui.perfetto.dev or chrome://tracing")
+    for path in sorted((loop_dir.parent / "profiles").glob("*.json.gz")):
+        typer.echo(f"{path}: kernels of one step's training")
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -53,6 +54,27 @@ def test_the_site_builds(site: Path) -> None:
     api = (site / "build/site/api.html").read_text(encoding="utf-8")
     absent = [n for m in (splice, rl) for n in m.__all__ if f'id="{m.__name__}.{n}"' not in api]
     assert not absent, "what users import is on the page of the API"
+
+
+def test_versions_stand_next_to_each_other(site: Path) -> None:
+    """As `make docs-version` adds them; the theme's switch reads versions.json."""
+    own = (["config", "user.name", "x"], ["config", "user.email", "x@example.org"])
+    for line in (["init", "-q"], *own, ["add", "."], ["commit", "-q", "-m", "docs"]):
+        subprocess.run(["git", *line], cwd=site, check=True)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PATH": path}
+    mike = [sys.executable, "-c", "from mike.driver import main; main()"]
+    for version in ("0.1.0", "0.2.0"):
+        argv = [*mike, "deploy", "--update-aliases", version, "latest"]
+        subprocess.run(argv, cwd=site, check=True, env=env, timeout=120, capture_output=True)
+
+    def shown(name: str) -> str:
+        argv = ["git", "show", f"gh-pages:{name}"]
+        return subprocess.run(argv, cwd=site, check=True, text=True, capture_output=True).stdout
+
+    found = {entry["version"]: entry["aliases"] for entry in json.loads(shown("versions.json"))}
+    assert found == {"0.1.0": [], "0.2.0": ["latest"]}
+    assert '"version":{"provider":"mike"}' in shown("0.1.0/quickstart.html").replace(" ", "")
 
 
 def test_links_and_pages_that_lead_nowhere_are_errors(site: Path) -> None:

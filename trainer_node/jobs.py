@@ -30,6 +30,7 @@ from orchestrator.protocol.messages import (
     TrainMerged,
     TrainStep,
 )
+from trainer_node import kernel_trace
 from trainer_node.export.hf_export import export_hf
 from trainer_node.export.merged import Exporter
 from trainer_node.files.behind import OnDisk
@@ -51,6 +52,7 @@ class Jobs:
 
     def __init__(self, trainer: Trainer, exporter: Exporter, lockstep: Lockstep) -> None:
         self._trainer, self._model, self._exporter = trainer, trainer.model, exporter
+        self._recorded = frozenset(self._model.config.profile_versions)
         self.ahead = Ahead(trainer, lockstep)
         self.removal = Removal()
 
@@ -87,13 +89,15 @@ class Jobs:
         sent, trainer = request.sent, self._trainer
         base, behind = self._base(), trainer.behind
         behind.step_waited_s = behind.save_waited_s = 0.0
-        result, train_s = self._train(request, is_version=True)
+        folder = Path(sent.checkpoint_dir)
+        is_recorded = request.link is not None and sent.version in self._recorded
+        with kernel_trace.recorded(kernel_trace.path_of(folder) if is_recorded else None):
+            result, train_s = self._train(request, is_version=True)
         trainer.before_save()
         started = time.monotonic()
         step = None
         if base is not None:
             step = checkpoint.Step(base=base, request=packed(sent, request.buffers))
-        folder = Path(sent.checkpoint_dir)
         self.removal.wait_for(folder)
         checkpoint.save(
             trainer,

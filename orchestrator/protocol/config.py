@@ -297,6 +297,10 @@ class TrainerConfig(Settings):
     LoRA training in bf16 needs none to send changed elements (`publication.send`). Full-parameter
     training, FP8 weights, and a model whose pieces rank 0 gathers need as much as a rank sends.
     With less, they send whole tensors."""
+    profile_versions: tuple[int, ...] = ()
+    """Versions whose training rank 0 records, operator by operator and kernel by kernel, with
+    torch.profiler: `profiles/N.json.gz` in the run's folder, for ui.perfetto.dev. Step N makes
+    version N. Such a step is slower."""
     seed: int = 1234
     """Seeds new adapters, dropout, and the thresholds of `rounding`. A run keeps its thresholds: a
     checkpoint has their seed."""

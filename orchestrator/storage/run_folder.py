@@ -9,6 +9,7 @@ lock              held by the running orchestrator; contains its pid
 up.lock           held by the background process of `splice up`
 loop.lock         held by the loop that trains the run; contains its pid and folder
 versions/N        the checkpoint of version N
+profiles/N.json.gz   what torch.profiler recorded of the training of version N
 kept.json         versions that a client keeps
 """
 

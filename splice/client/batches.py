@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.errors import ConfigError
@@ -62,6 +62,8 @@ class Completion:
         temperature: at which it was sampled; the log-probs are those of that temperature.
         finish_reason: "length" if `max_tokens` cut the answer off.
         versions: those that sampled its tokens, in order; several if a publication came between.
+        tool_calls: those of a chat's answer, as OpenAI's API has them: `id`, `type` and `function`,
+            with `name` and `arguments`, a JSON text. vLLM then needs `--tool-call-parser`.
     """
 
     prompt_ids: tuple[int, ...]
@@ -73,6 +75,13 @@ class Completion:
     versions: tuple[int, ...] = ()
     sampled: tuple[bool, ...] = ()
     routing: Routing | None = None
+    tool_calls: tuple[dict[str, Any], ...] = field(default=(), hash=False)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of the conversation, with its tool calls."""
+        calls = {"tool_calls": list(self.tool_calls)} if self.tool_calls else {}
+        return {"role": "assistant", "content": self.text, **calls}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +134,7 @@ def _completion(
         text=(choice["message"].get("content") or "") if is_chat else choice["text"],
         finish_reason=choice.get("finish_reason"),
         versions=_versions(reply),
+        tool_calls=tuple(choice["message"].get("tool_calls") or ()) if is_chat else (),
     )
 
 

@@ -70,7 +70,7 @@ class Asking:
     def __init__(self, context: Context) -> None:
         self._sampler, self._sampling = context.sampler, context.config.sampling
         self._made, self._log, self._meter = context.past.made, context.log, context.meter
-        self._lost, self._silent_until_s = 0, 0.0
+        self._has_said, self._silent_until_s = False, 0.0
 
     async def turn(
         self, asked: Row, place: Place, *, turn: int, lost: list[int], **more: Any
@@ -127,15 +127,18 @@ class Asking:
 
     async def _until_whole(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Ask again after a loss. An outage loses all that is in flight, again and again, so the
-        log has one line a minute for all of them."""
+        log has one line until an answer comes, and at most one a minute."""
         while True:
             try:
-                return await ask()
+                found = await ask()
             except RolloutLost as error:
-                self._lost += 1
-                if (now_s := time.monotonic()) >= self._silent_until_s:
-                    log.warning("%d requests were lost and are asked again: %s", self._lost, error)
-                    self._lost, self._silent_until_s = 0, now_s + SAY_EVERY_S
+                now_s = time.monotonic()
+                if not self._has_said and now_s >= self._silent_until_s:
+                    log.warning("requests are lost and asked again: %s", error)
+                    self._has_said, self._silent_until_s = True, now_s + SAY_EVERY_S
+            else:
+                self._has_said = False
+                return found
 
 
 def request_seed(sampling: SamplingConfig, place: Place, turn: int = 0) -> int | None:

@@ -63,7 +63,7 @@ def _of(folder: Path, step: int | None) -> Iterable[dict[str, Any]]:
 def _matching(found: Iterable[dict[str, Any]], contains: str | None) -> Iterator[dict[str, Any]]:
     wanted = (contains or "").casefold()
     for sample in found:
-        if wanted in f"{text_of(sample['prompt'])}\n{sample['answer']}".casefold():
+        if wanted in f"{text_of(sample['prompt'])}\n{answer_of(sample)}".casefold():
             yield sample
 
 
@@ -72,8 +72,21 @@ def text_of(prompt: Any) -> str:
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and all(isinstance(part, dict) for part in prompt):
-        return "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in prompt)
+        return "\n".join(
+            f"{m.get('role', '?')}: {_with_calls(m.get('content', ''), m)}" for m in prompt
+        )
     return json.dumps(prompt)
+
+
+def answer_of(sample: dict[str, Any]) -> str:
+    """Return the answer's text, and a line for each of its tool calls."""
+    return _with_calls(sample["answer"], sample)
+
+
+def _with_calls(text: Any, of: dict[str, Any]) -> str:
+    calls = [call["function"] for call in of.get("tool_calls") or ()]  # older samples lack them
+    lines = [f"{call['name']}({call['arguments']})" for call in calls]
+    return "\n".join([*[str(text)] * bool(text or not lines), *lines])
 
 
 def facts_of(sample: dict[str, Any]) -> dict[str, str]:
@@ -103,7 +116,7 @@ def table(found: list[dict[str, Any]]) -> RenderableType:
     for name in (*facts_of(found[0]), "prompt", "answer") if found else ("no sample matches",):
         made.add_column(name, no_wrap=name not in ("prompt", "answer"))
     for sample in found:
-        texts = (_short(text_of(sample["prompt"])), _short(sample["answer"]))
+        texts = (_short(text_of(sample["prompt"])), _short(answer_of(sample)))
         made.add_row(*map(Text, (*facts_of(sample).values(), *texts)))
     return made
 
@@ -120,6 +133,6 @@ def whole(found: list[dict[str, Any]]) -> RenderableType:
     for sample in found:
         title = ", ".join(f"{name} {value}" for name, value in details_of(sample).items())
         body = Text(text_of(sample["prompt"]), style="dim")
-        body.append(f"\n{sample['answer']}", style="bold not dim")
+        body.append(f"\n{answer_of(sample)}", style="bold not dim")
         panels.append(Panel(body, title=Text(title), title_align="left"))
     return Group(*panels)

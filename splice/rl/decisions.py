@@ -1,6 +1,6 @@
 """The log of a loop's decisions, as JSON lines, and what a restarted loop reads from it.
 
-    start    loop, run, version, config, prompts, lr    a loop begins, or continues
+    start    loop, run, version, config, prompts, lr, facts    a loop begins, or continues
     admit    step, group, prompt, sample, turn, attempt, version     turn 0 without an environment
     finish   group, sample, turn, attempt, spans, replica      all tokens, [version, number]
     lost     group, sample, turn, attempt, why       it is asked again, with its place in the group

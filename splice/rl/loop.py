@@ -51,7 +51,7 @@ from splice.rl.asking import Context
 from splice.rl.balance import Meter
 from splice.rl.config import LoopConfig
 from splice.rl.jobs import MakeBatch, StepJobs
-from splice.rl.record import Record
+from splice.rl.record import Record, facts_of_run
 from splice.rl.reward_processes import refuse_in_process
 from splice.rl.rollouts import Group, Rollouts
 from splice.rl.sampler import Row, Sampler, check_row
@@ -247,6 +247,7 @@ class Loop:
             config=self.config.model_dump(mode="json"),
             prompts=len(self._prompts),
             lr=lr,
+            facts=facts_of_run(status),
         )
         found.made.add(version)
         has_own_batch = self._make_batch is not grpo_batch

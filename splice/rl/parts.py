@@ -31,11 +31,13 @@ def as_reward(given: Any) -> float:
     parts.
 
     Raises:
-        Exception: it, or one of its parts, is not a number.
+        Exception: it, or one of its parts, is not a number, or there are no parts.
     """
     if isinstance(given, PartedReward):
         return given
     if isinstance(given, Mapping):
+        if not given:
+            raise TypeError(f"{given!r} has no part, so it is no number")
         parts = {str(name): _number(str(name), value) for name, value in given.items()}
         return PartedReward(sum(parts.values()), parts)
     return float(given)

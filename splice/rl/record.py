@@ -3,16 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from orchestrator.protocol.messages import Status
 from splice.rl import samples, sinks
 from splice.rl.background import Background
 from splice.rl.balance import SIDES
 from splice.rl.config import LoopConfig
 
 _CLOSE_S = 10.0
+_ROOT, _GIT_S = Path(__file__).parents[2], 5.0
+
+
+def facts_of_run(status: Status) -> dict[str, Any]:
+    """Return what trains and where: the model, each role's devices, splice's version and commit."""
+    devices: dict[str, list[str]] = {}
+    for node in status.nodes:
+        own = list(node.gpus) or [str(node.detail.get("device", ""))]
+        devices.setdefault(node.role, []).extend(filter(None, own))
+    model = next((str(n.detail["model"]) for n in status.nodes if "model" in n.detail), "")
+    own_version = importlib.metadata.version("splice")
+    return {"model": model, "devices": devices, "splice": own_version, "commit": _commit()}
+
+
+def _commit() -> str:
+    """Return the commit of the checkout that this code is from. Empty: it is from none."""
+    if not (_ROOT / ".git").exists():
+        return ""
+    argv = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_GIT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
 
 
 class Record:

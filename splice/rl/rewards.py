@@ -101,7 +101,7 @@ def _call(function: RewardFunction, kind: str, row: Row, completion: Completion)
     prompt = row["messages"] if is_chat else row["prompt"]
     said: Any = completion.text
     if is_chat and kind == LISTS:
-        said = [{"role": "assistant", "content": completion.text}]
+        said = [completion.message]
     ids = list(completion.answer_ids)
     fields = {**columns, "prompt": prompt, "completion": said, "completion_ids": ids}
     if kind == LISTS:
@@ -119,7 +119,10 @@ def _sum(parts: Parts, scores: Sequence[Any]) -> float:
         given = score[0] if kind == LISTS else score
         if given is None:
             continue
-        value, counted = as_reward(given), counted + 1
+        try:
+            value, counted = as_reward(given), counted + 1
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{_name(function)}: {error}") from error
         total += weight * value
         own = parts_of(value) or {_name(function): float(value)}
         for name, part in own.items():

@@ -298,8 +298,14 @@ class Rollouts:
         """Answers that are not trained on."""
 
         async def one(row: Row) -> Completion:
-            async with self._in_flight, asyncio.timeout(self._config.rollout_timeout_s):
-                return (await self._asking.untrained(row, **more)).completion
+            limit_s = self._config.rollout_timeout_s
+            try:
+                async with self._in_flight, asyncio.timeout(limit_s):
+                    return (await self._asking.untrained(row, **more)).completion
+            except TimeoutError:
+                raise TimeoutError(
+                    f"no answer within {limit_s:.0f} s (rollout_timeout_s)"
+                ) from None
 
         return await _each_of(one, rows, n)
 

@@ -133,14 +133,15 @@ class Sampler:
     # ------------------------------------------------------------ the replicas
 
     async def _watch(self) -> None:
-        said = ""
+        has_said = False  # once for each outage
         while True:
             await asyncio.sleep(POLL_S)
             try:
                 await self._look()
-                said = ""
+                has_said = False
             except (TimeoutError, SpliceError) as error:  # replicas serve without an orchestrator
-                if said != (said := str(error)):  # once for each outage
+                if not has_said:
+                    has_said = True
                     log.warning("cannot ask for the replicas: %s", error)
 
     async def _look(self) -> None:
@@ -340,6 +341,8 @@ def _request(
         **sampling.extra,
         **more,
     }
+    if "tools" in body and {"stream_interval"}.isdisjoint({*sampling.extra, *more}):
+        body["stream_interval"] = 1  # some parsers of tools lose text where an event has several
     if seed is not None:
         body["seed"] = seed
     check_row(row)
@@ -390,6 +393,7 @@ class _Made:
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
     text: str = ""
+    tool_calls: dict[int, dict[str, Any]] = field(default_factory=dict)
     finish_reason: str | None = None
     replays: bool = False
     routing: Routing | None = None
@@ -408,6 +412,8 @@ class _Made:
             self.prompt_ids = list(prompt_ids)
         delta = choice.get("delta")
         self.text += (choice.get("text") if delta is None else delta.get("content")) or ""
+        for part in (delta or {}).get("tool_calls") or ():
+            self._add_call(part)
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
         if choice.get("routed_experts"):
             self.routing = routing_of(choice["routed_experts"])
@@ -426,6 +432,14 @@ class _Made:
         self.answer_ids += ids
         self.logprobs += map(float, logprobs)
         self._span(version_of(event, name=self.name), len(ids))
+
+    def _add_call(self, part: Mapping[str, Any]) -> None:
+        """Take a part of a tool call: its id and name come first, its arguments in pieces."""
+        new = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+        call = self.tool_calls.setdefault(part["index"], new)
+        call["id"] = call["id"] or part.get("id") or ""
+        for name, text in (part.get("function") or {}).items():
+            call["function"][name] += text or ""
 
     def _span(self, version: int, count: int) -> None:
         if self.spans and self.spans[-1][0] == version:
@@ -453,6 +467,7 @@ class _Made:
             finish_reason=self.finish_reason,
             versions=tuple(version for version, _ in self.spans),
             routing=self.routing,
+            tool_calls=tuple(call for _, call in sorted(self.tool_calls.items())),
         )
         return Answer(completion=completion, spans=tuple(self.spans), replica=self.replica)
 

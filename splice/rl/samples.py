@@ -5,7 +5,8 @@
     prompt                           text, token ids or messages, as the row has it
     row                              the row's other columns
     answer, reward, finish_reason
-    turns                            [prompt ids, answer] of each turn of an environment
+    tool_calls                       of the answer, as OpenAI's API has them
+    turns                            [prompt ids, answer, tool calls] of each of an environment's
     spans                            [version, number of tokens], in order
     answer_ids, logprobs             one for each token of the answer; log-probs in nats
     at                               seconds since the epoch
@@ -46,8 +47,9 @@ def line_of(step: int, rollout: Any, part: int = 0) -> str:
         "rewards": parts_of(rollout.reward),
         "prompt": row.get("prompt", row.get("messages")),
         "answer": completion.text,
+        "tool_calls": completion.tool_calls,
         "finish_reason": completion.finish_reason,
-        "turns": [[t.completion.prompt_ids, t.text] for t in rollout.turns],
+        "turns": [[t.completion.prompt_ids, t.text, t.tool_calls] for t in rollout.turns],
         "spans": rollout.spans,
         "row": {key: value for key, value in row.items() if key not in ("prompt", "messages")},
         "answer_ids": completion.answer_ids,
@@ -65,6 +67,7 @@ def row_of(step: int, rollout: Any) -> dict[str, Any]:
         "group": rollout.group,
         "prompt": asked if isinstance(asked, str) else json.dumps(asked, default=str),
         "answer": rollout.completion.text,
+        "tool_calls": json.dumps(rollout.completion.tool_calls),
         "reward": float(rollout.reward),
         "rewards": json.dumps(parts_of(rollout.reward)),
         "finish_reason": str(rollout.completion.finish_reason),

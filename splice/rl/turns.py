@@ -54,6 +54,16 @@ class Turn:
         return self.completion.text
 
     @property
+    def tool_calls(self) -> tuple[dict[str, Any], ...]:
+        """The answer's tool calls, as OpenAI's API has them."""
+        return self.completion.tool_calls
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message, to follow those that were asked with."""
+        return self.completion.message
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
         """Prompt and answer: a prompt that begins with them extends this turn's sequence."""
         return (*self.completion.prompt_ids, *self.completion.answer_ids)
@@ -163,6 +173,7 @@ class Sample:
             logprobs=(0.0,) * (len(ids) - len(prompt_ids)),
             text=answer if isinstance(answer, str) else str(answer.get("content") or ""),
             finish_reason="stop",
+            tool_calls=() if isinstance(answer, str) else tuple(answer.get("tool_calls") or ()),
         )
         turn = self._give(said, turn=number)
         self.turns.append(turn)
@@ -234,6 +245,7 @@ class _Growing:
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     routing: Routing | None = None
@@ -252,6 +264,7 @@ class _Growing:
         self.mask += [False] * len(given) + [True] * len(turn.answer_ids)
         self.logprobs += (*([0.0] * len(given)), *turn.logprobs)
         self.texts.append(turn.text)
+        self.tool_calls += turn.tool_calls
         self.versions += (v for v in turn.versions if v not in self.versions)
         self.finish_reason = turn.finish_reason
         self.routing = _joined(self.routing, turn.routing)
@@ -267,6 +280,7 @@ class _Growing:
             finish_reason=self.finish_reason,
             versions=tuple(self.versions),
             routing=self.routing,
+            tool_calls=tuple(self.tool_calls),
         )
 
 

@@ -189,11 +189,13 @@ def done(made: Plan) -> int | None:
 
 
 def bring_up(run: TrainFile, *, timeout_s: float, say: Say) -> None:
-    """Start the run, or find it up already."""
-    if up.is_alive(up.read_state(run.run_dir)):
-        say(f"the run in {run.run_dir} is up; it continues")
-        return
-    pid = up.start(run, resume=True)  # or a new run, in a folder that holds none
+    """Start the run, or find it up or starting."""
+    state = up.read_state(run.run_dir)
+    if up.is_alive(state):
+        is_up, pid = state["phase"] == "up", state["pid"]
+        say(f"the run in {run.run_dir} is {'up; it continues' if is_up else 'starting'}")
+    else:
+        pid = up.start(run, resume=True)  # or a new run, in a folder that holds none
     up.wait_until_up(run.run_dir, pid, timeout_s=timeout_s, on_wait=say)
 
 

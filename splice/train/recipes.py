@@ -15,7 +15,6 @@ from orchestrator.errors import ConfigError
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 RUN = "[run]\n"
-NOT_MEASURED = "Minutes and memory are not measured."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +24,7 @@ class Recipe:
     Attributes:
         about: what it trains, in a few words.
         model: a Hub id.
-        measured: minutes and memory, and the command that measured them.
+        ran: what was run of it, with which weights, and where its curve or result is.
         command: of `splice`, which trains it.
         files: names in `FOLDER` that go next to run.toml.
         text: tables for run.toml.
@@ -34,7 +33,7 @@ class Recipe:
     name: str
     about: str
     model: str
-    measured: str
+    ran: str
     command: str
     lora_rank: int
     max_model_len: int | None
@@ -46,7 +45,7 @@ class Recipe:
         """Comment lines for run.toml."""
         return (
             f"\n# Recipe {self.name}: {self.about}.\n"
-            f"# `splice {self.command}` with this file. {self.measured or NOT_MEASURED}\n\n"
+            f"# `splice {self.command}` with this file. {self.ran}\n\n"
         )
 
     def copy_files(self, folder: Path) -> None:
@@ -85,7 +84,7 @@ def read(name: str) -> Recipe:
         name=name,
         about=own["about"],
         model=own["model"],
-        measured=own["measured"],
+        ran=own["ran"],
         command=own.get("command", "train"),
         lora_rank=own["lora_rank"],
         max_model_len=own.get("max_model_len"),

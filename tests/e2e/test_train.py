@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
-from splice.rl import evaluations
+from orchestrator.processes.python import python_command
+from splice.dashboard import Dashboard
+from splice.report import read
+from splice.rl import decisions, evaluations
 from tests.e2e.commands import processes_of, splice, splice_killed_at
-from tests.e2e.conftest import INFERENCE_PYTHON
+from tests.e2e.conftest import INFERENCE_PYTHON, ROOT
 
 pytestmark = pytest.mark.timeout(1800)
+SPLICE = shlex.join(python_command(sys.executable, "-m", "splice"))
 TRAINING = """
 [data]
 path = "rows.jsonl"
@@ -136,3 +145,34 @@ def test_a_value_head_from_a_file(models, tmp_path):
     assert steps[0]["value_mean"] == 0.0 != steps[2]["value_mean"]
     meta = json.loads((folder / "run" / "versions" / "3" / "meta.json").read_text())
     assert meta["value_head"] is True
+
+
+def test_the_documented_sweep(models, tmp_path):
+    """The page's own lines: a run for each rate, one after the other, and a page that compares."""
+    folder = tmp_path / "mine"
+    options = ["--model", models["qwen3"], "--name", "tiny", "--gpus", ""]
+    splice("init", folder, *options, "--inference-python", INFERENCE_PYTHON)
+    file = folder / "run.toml"
+    training = TRAINING.partition("[eval]")[0].replace("steps = 4", "steps = 1")
+    file.write_text(file.read_text() + training.replace('schedule = "cosine"', ""))
+    rows = [{"question": f"{i} + 1"} for i in range(6)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "rewards.py").write_text(REWARD)
+    page = (ROOT / "docs/train.md").read_text()
+    (lines,) = re.findall(r"```\n(for lr in .*?done\n)splice dashboard", page, re.DOTALL)
+    script = lines.replace("runs/mine", str(folder)).replace("splice train", SPLICE + " train")
+    assert "1e-4 2e-4; do" in script
+    script = script.replace("1e-4 2e-4; do", "1e-4; do")
+    try:
+        subprocess.run(["bash", "-ec", script], check=True, timeout=900)
+        subprocess.run(["bash", "-ec", script], check=True, timeout=300)  # nothing is left to do
+    finally:
+        for run in folder.glob("sweep/*"):
+            splice("stop", run)
+    assert processes_of(folder) == []
+    loops = sorted(folder.glob("sweep/*/loop"))
+    rates = [read(loop / decisions.LOG).steps[1]["lr"] for loop in loops]
+    assert rates == pytest.approx([1e-4, 5e-5])
+    with Dashboard(loops) as board:
+        text = httpx.get(board.url, timeout=60, trust_env=False).text
+    assert "lr-5e-5 (tiny)" in text and "<h2>Comparison</h2>" in text

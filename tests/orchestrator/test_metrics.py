@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ from orchestrator.metrics import Metrics
 from orchestrator.protocol.messages import InitialSync
 from tests.orchestrator.fake_nodes import soon
 from tests.orchestrator.run import BUFFERS, JOB, Run
+from tests.readme import ROOT
 
 
 class Measured(Run):
@@ -77,6 +79,36 @@ def test_jobs_publications_nodes_and_the_loop(run):
     assert scrape(run)["splice_nodes", "inference", "lost"] == 1
     (run.dir / "loop" / "status.json").write_text("{")
     assert ("splice_loop_step",) not in scrape(run), "a broken file ends no scrape"
+
+
+def test_the_grafana_file_asks_for_what_there_is(run):
+    """Every metric of the exporter is in the dashboard, and no other one."""
+    run.replica(run.trainer())
+    run.client.run(InitialSync())
+    (run.dir / "loop").mkdir()
+    said = {"step": 7, "at": 5.0, "trainer_waits": 0.25, "sampler_waits": 0.5}
+    said |= {"staleness_mean": 0.75, "staleness_max": 1.0}
+    (run.dir / "loop" / "status.json").write_text(json.dumps(said))
+    assert soon((run.dir / "metrics").exists)
+    text = httpx.get((run.dir / "metrics").read_text(), trust_env=False, timeout=20).text
+    families = [
+        {sample.name for sample in family.samples}
+        for family in text_string_to_metric_families(text)
+    ]
+    board = json.loads((ROOT / "docs" / "grafana.json").read_text())
+    asked = {
+        name
+        for panel in board["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"splice_\w+", target["expr"])
+    }
+    # A node of this test says nothing of its memory; `test_memory_of_a_node` does.
+    memory = {f"splice_node_memory_{what}_bytes" for what in ("used", "total")}
+    assert asked - memory <= set().union(*families) and memory <= asked
+    # A counter's time of creation is a family of its own.
+    lacking = [names for names in families if not names & asked]
+    assert all(name.endswith("_created") for names in lacking for name in names)
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
 
 
 def test_memory_of_a_node(run):

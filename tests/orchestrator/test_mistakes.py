@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from orchestrator.protocol.messages import hints
-from orchestrator.protocol.messages.mistakes import _model_in
+from orchestrator.protocol.messages.mistakes import _model_in, config_error
 from splice import ConfigError, KlSpec, LossSpec, OptimParams
 from splice.client.run_file import RunFile, build
 from splice.rl import LoopConfig, SamplingConfig
+from splice.train.sections import TrainFile
 
 CLASSES = {c.__name__: c for c in (OptimParams, LossSpec, KlSpec, LoopConfig, SamplingConfig)}
 
@@ -54,6 +55,28 @@ def test_run_toml_too(table: str, key: str, text: str) -> None:
     values = {"name": "n", "model": "m"} | ({table: {key: 1}} if table else {key: 1})
     with pytest.raises(ConfigError, match=text):
         build(values, source=Path("run.toml"))
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "text"),
+    [
+        ("", "reward", "reward: unknown key; did you mean loop.reward"),
+        ("", "seed", "did you mean trainer.seed or sampling.seed"),
+        ("", "learning_rate", "has it as optim.lr in run.toml"),
+        ("sampling", "top_p", "sampling.top_p: .* has it as sampling.extra.top_p in run.toml"),
+        ("sampling", "min_p", "has it as sampling.extra.min_p in run.toml"),
+        ("loop", "top_k", "loop.top_k: .* has it as sampling.extra.top_k in run.toml"),
+        ("loop", "beta", "has it as loss.kl.coefficient in run.toml"),
+        ("optim", "lr_scheduler_type", "has it as optim.schedule in run.toml"),
+    ],
+)
+def test_and_what_it_trains(table: str, key: str, text: str) -> None:
+    values: dict = {"name": "n", "model": "m", "data": {"path": "d"}, "loop": {"reward": "r"}}
+    (values.setdefault(table, {}) if table else values)[key] = 1
+    with pytest.raises(ValidationError) as caught:
+        TrainFile.model_validate(values)
+    with pytest.raises(ConfigError, match=text):
+        raise config_error(caught.value, model=TrainFile, source="run.toml")
 
 
 def test_every_hint_leads_to_a_field() -> None:

@@ -28,6 +28,7 @@ __all__ = ["_has_both_environments", "models"]
 NAME = "tiny"
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """The tiny checkpoint has no chat template."""
+TOOL_PARSER = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
 
 @contextmanager
@@ -49,7 +50,7 @@ def tiny_cluster(
         "python": INFERENCE_PYTHON,
         "max_model_len": 512,
         "cpu_kv_cache_gb": 0.1,
-        "extra_args": ("--chat-template", CHAT),
+        "extra_args": ("--chat-template", CHAT, *TOOL_PARSER),
         **tables.pop("inference", {}),
     }
     run = RunFile(

@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from splice.cli import app
+from splice.client.run_file import RUN_JSON
 from splice.dashboard import Dashboard
 from tests.rl.measured import SECRET, Measured
 from tests.rl.stood_in import run_loop
@@ -85,15 +86,25 @@ def test_several_loops_are_compared(tmp_path):
         text = get(board, "/").text
         assert {"Reward", "accuracy (evaluation)", "Loss"} <= titles(text)
         assert text.count("No step has been trained yet") == 1
-        assert '<a href="/loop/1">first/loop</a>' in text
+        assert '<a href="/loop/1">first</a>' in text
         reward = text[text.index("<h3>Reward</h3>") :]
         legend = reward[: reward.index("</svg>")]
-        assert "first/loop" in legend and "second/loop" in legend
+        assert ">first<" in legend and ">second<" in legend
         one = get(board, "/loop/2").text
         assert "Samples of step 2" in one and "all loops" in one
         assert get(board, "/body/loop/2").status_code == 200
         for missing in ("/loop/4", "/loop/0", "/loop/x", "/../etc/passwd", "/favicon.ico"):
             assert get(board, missing).status_code == 404, missing
+
+
+def test_the_title_is_the_runs_folder_and_name(tmp_path):
+    loop = tmp_path / "mine" / "run" / "loop"
+    loop.mkdir(parents=True)
+    (loop.parent / RUN_JSON).write_text('{"name": "policy"}')
+    with Dashboard([loop]) as board:
+        assert "<title>splice: mine (policy)</title>" in get(board, "/").text
+    with Dashboard([loop, tmp_path / "mine" / "run"]) as board:  # the same folder, once shortened
+        assert get(board, "/").text.count('<a href="/loop/') == 2
 
 
 def test_another_sites_script_reads_nothing(tmp_path):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import itertools
 import json
 import random
 
 import pytest
 
-from orchestrator.errors import ErrorCode, JobFailed
-from splice.rl import decisions
+from orchestrator.errors import ErrorCode, JobFailed, NodeLost
+from splice.rl import asking, decisions, sampler
 from splice.rl.balance import Balance
 from splice.rl.checker import check, main
 from tests.rl.stand_in import Crash, StandIn
@@ -283,6 +284,31 @@ def test_an_outage_in_an_evaluation_is_said_once(tmp_path, caplog):
     asyncio.run(run_loop(StandIn(), tmp_path, on_step=lose, **settings))
     said = [r.message for r in caplog.records if "asked again" in r.message]
     assert len(said) == 1 and "503" in said[0]
+
+
+def test_a_run_that_dies_in_an_evaluation_is_said_once(tmp_path, caplog, monkeypatch):
+    """Neither the orchestrator, which is silent for longer each time, nor a replica comes back. The
+    error names the limit."""
+    monkeypatch.setattr(asking, "SAY_EVERY_S", 0.0)
+    monkeypatch.setattr(sampler, "POLL_S", 0.05)
+    run, silent = StandIn(), itertools.count(30)
+
+    def status(*, timeout_s: float = 10.0):
+        raise NodeLost(f"the orchestrator has been silent for {next(silent)} s")
+
+    async def die(step, replicas, loop) -> None:
+        monkeypatch.setattr(run, "status", status)
+        for replica in replicas:
+            replica.kill()
+        with pytest.raises(TimeoutError, match=r"no answer within 5 s \(rollout_timeout_s\)"):
+            await loop.sample([{"prompt": [1, 2, 3]}] * 8)
+
+    settings = {"steps": 1, "max_staleness": 0, "rollout_timeout_s": 5}
+    asyncio.run(run_loop(run, tmp_path, on_step=die, **settings))
+    said = [r.message for r in caplog.records]
+    assert next(silent) > 40
+    assert sum("cannot ask for the replicas" in message for message in said) == 1
+    assert sum("asked again" in message for message in said) == 1
 
 
 def test_a_server_that_names_no_version_is_refused(tmp_path):

@@ -7,10 +7,11 @@ import asyncio
 import pytest
 
 from splice import LossSpec, OptimParams
-from splice.rl import Loop, LoopConfig, RequestRefused, SamplingConfig, decisions
+from splice.rl import Loop, LoopConfig, RequestRefused, SamplingConfig, decisions, samples
 from splice.rl.checker import check
 
 pytestmark = pytest.mark.timeout(600)
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 ROWS = [{"prompt": [5 + k, 17, 33, 101, 7]} for k in range(3)]
 TOOL = [40, 41, 42]
 
@@ -91,3 +92,28 @@ def test_an_environment_may_handle_a_prompt_that_is_too_long(cluster, tmp_path):
     asyncio.run(all_steps(loop_of(cluster, tmp_path, play, steps=1)))
     found = check(decisions.read(tmp_path / decisions.LOG))
     assert found.violations == [] and (found.trained, found.turns_left_out) == (6, 6)
+
+
+def test_tool_calls_keep_their_structure(cluster, tmp_path):
+    """vLLM must call the tool, and parses what the model says; ids, names and arguments arrive in
+    the turn, in the next request and in the samples."""
+    rows = [{"messages": [{"role": "user", "content": "Add one to two."}]}]
+    asked, called = {"type": "function", "function": {"name": "add"}}, []
+
+    async def play(row, sample) -> float:
+        messages = list(row["messages"])
+        fields = {"tools": [ADD], "tool_choice": asked, "max_tokens": 60, "ignore_eos": False}
+        turn = await sample(messages=messages, **fields)
+        (call,) = turn.tool_calls
+        assert call["id"] and call["function"]["arguments"]  # of a random model
+        assert turn.message["tool_calls"] == [call]
+        called.append(call)
+        messages += [turn.message]
+        messages += [{"role": "tool", "tool_call_id": call["id"], "content": " three"}]
+        return even(await sample(messages=messages))
+
+    asyncio.run(all_steps(loop_of(cluster, tmp_path, play, rows=rows, steps=1)))
+    kept = samples.read(tmp_path / samples.SAMPLES, 1)
+    found = [call for sample in kept for _, _, calls in sample["turns"] for call in calls]
+    assert len(found) == 6 and sorted(c["id"] for c in found) == sorted(c["id"] for c in called)
+    assert all(c["type"] == "function" and c["function"]["name"] == "add" for c in found)

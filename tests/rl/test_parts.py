@@ -77,6 +77,8 @@ def test_a_part_that_is_no_number_is_said(tmp_path):
         steps_of(tmp_path / "nan", lambda row, said: {"even": math.nan, "odd": 1.0}, steps=1)
     with pytest.raises(Exception, match="which is no number"):
         steps_of(tmp_path / "text", lambda row, said: {"even": "much"}, steps=1)
+    with pytest.raises(Exception, match=r"the reward returned \{\}, which is no number"):
+        steps_of(tmp_path / "none", lambda row, said: {}, steps=1)
 
 
 def test_an_environment_returns_parts_too(tmp_path):
@@ -112,7 +114,6 @@ def test_trls_names():
 
 def test_wandb_has_the_name_and_a_table_of_samples(tmp_path, monkeypatch):
     """With the real package, which writes its files without a server."""
-    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_NAME", "the-name-of-this-run")
     steps_of(tmp_path, parted, steps=2, sinks=("wandb",))

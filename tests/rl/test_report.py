@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import json
 import re
 import shutil
@@ -42,6 +43,10 @@ def test_the_page_has_every_plot_and_asks_for_nothing(tmp_path):
     wanted += ["accuracy (evaluation)", "Time of a step (s)", "Pause of generation (s)"]
     wanted.append("Log-prob gap, sampler to trainer (nats)")
     assert set(wanted) <= set(titles)
+    said = re.findall(r"</svg>\s*<figcaption>([^<]+)</figcaption>", text)
+    assert len(said) == len(titles), "a sentence on each plot"
+    assert "0.4 at last; a trend needs 6 steps." in said
+    assert f"splice {importlib.metadata.version('splice')}" in text
     assert "Gradient norm" not in titles, "no plot without numbers"
     assert "Both sides, last 4 steps" in text and "requests in flight" in text
     assert "Samples of step 4" in text and "Samples of step 1" in text
@@ -106,8 +111,10 @@ def test_what_is_missing_is_said(tmp_path, monkeypatch, missing):
     assert not (tmp_path / "r.html").exists()
 
 
-def test_a_browser_shows_it(tmp_path):
-    """Chromium lays the page out: every plot is visible, and nothing is wider than the window."""
+@pytest.mark.parametrize("width", [1200, 420])
+def test_a_browser_shows_it(tmp_path, width):
+    """Chromium lays the page out: every plot is visible, its texts are large enough on a phone, and
+    nothing is wider than the window."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("no chromium here: apt-get install chromium")
@@ -115,8 +122,10 @@ def test_a_browser_shows_it(tmp_path):
     probe = (
         "<script>const boxes = [...document.querySelectorAll('svg')].map(s =>"
         " s.getBoundingClientRect());"
+        "const texts = [...document.querySelectorAll('svg text')].map(t =>"
+        " t.getBoundingClientRect().height);"
         "document.title = [boxes.length, boxes.filter(b => b.width > 300 && b.height > 100).length,"
-        " document.documentElement.scrollWidth, innerWidth,"
+        " document.documentElement.scrollWidth, innerWidth, Math.floor(Math.min(...texts)),"
         " performance.getEntriesByType('resource').length].join(' ')</script>"
     )
     text = page.read_text()
@@ -124,16 +133,17 @@ def test_a_browser_shows_it(tmp_path):
     assert policy is not None and "default-src 'none'" in policy[0]
     probed = tmp_path / "probed.html"
     probed.write_text(text.replace(policy[0], "").replace("</body>", f"{probe}</body>"))
-    argv = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,2000"]
+    argv = [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},2000"]
     argv += [f"--user-data-dir={tmp_path / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND"]
     dom = subprocess.run(
         [*argv, "--dump-dom", probed.as_uri()], capture_output=True, text=True, timeout=120
     ).stdout
     title = re.search(r"<title>([\d ]+)</title>", dom)
     assert title is not None, dom[:500]
-    plots, visible, width, window, fetched = map(int, title[1].split())
+    plots, visible, content, window, smallest, fetched = map(int, title[1].split())
     assert plots == visible == text.count("<svg") >= 10
-    assert width <= window and fetched == 0
+    assert content <= window <= max(width, 500) and fetched == 0
+    assert smallest >= 9, "pixels"
     shot = tmp_path / "page.png"
     argv += ["--hide-scrollbars", f"--screenshot={shot}", page.as_uri()]
     subprocess.run(argv, capture_output=True, timeout=120, check=True)

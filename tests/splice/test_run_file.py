@@ -317,6 +317,7 @@ def test_init_on_a_login_node_asks_for_the_jobs_gpus(tmp_path, monkeypatch):
     argv[1] = str(tmp_path / "b")
     assert "such as --job-gpus 16x80; for this host's CPU, --gpus ''" in said(code=EXIT_CONFIG)
     assert "got '16'" in said("--job-gpus", "16", code=EXIT_CONFIG)
+    assert "choose one" in said("--job-gpus", "16x80", "--gpus", "0", code=EXIT_CONFIG)
     assert not (tmp_path / "b").exists()
     file = tmp_path / "b" / "run.toml"
     assert f"next: splice up {file} --on slurm" in said("--job-gpus", "16x80")

@@ -40,6 +40,9 @@ def number(row, completion):
 def parts(row, completion):
     return {"right": 1.0, "brief": None}
 
+def nothing(row, completion):
+    return {}
+
 def other_column(row, completion):
     return row["solution"]
 
@@ -225,6 +228,7 @@ def test_rewards_of_trl_coroutines_and_sums(folder: Path, reward: str, value: fl
         ("loop.reward=rewards.py:wright", "no such function; the module has .*right"),
         ("loop.reward=rewards.py:number", "first row and an empty answer: ValueError"),
         ("loop.reward=rewards.py:parts", "the reward's part 'brief' is None, which is no number"),
+        ("loop.reward=rewards.py:nothing", "nothing: {} has no part, so it is no number"),
         (
             "loop.reward=rewards.py:other_column",
             r"for 'solution'; the row has .*'answer', 'prompt'",
@@ -235,6 +239,8 @@ def test_rewards_of_trl_coroutines_and_sums(folder: Path, reward: str, value: fl
         ("loop.reward=rewards.py:endless", "gives inf for the first row"),
         ('loop.reward=["rewards.py:right", "rewards.py:brief"]', 'write reward = { "rewards.py:ri'),
         ("loop.learning_rate=1e-5", "loop.learning_rate.*optim"),
+        ("reward=x", "reward: unknown key; did you mean loop.reward"),
+        ("sampling.top_p=0.9", "has it as sampling.extra.top_p in run.toml"),
         ("loop.grup_size=4", "loop.grup_size.*did you mean.*group_size"),
         ("optim.schedule=cosin", "optim.schedule.*cosine"),
         ("sampling.max_new_tokens=4", "sampling.max_new_tokens.*max_tokens"),

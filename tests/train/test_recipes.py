@@ -67,16 +67,18 @@ def test_a_recipe_is_a_run(name: str, gpus: str, hub: None, tmp_path: Path) -> N
     run = load_as(SftFile if recipe.command == "sft" else TrainFile, folder / "run.toml")
     assert run.device == ("cuda" if gpus else "cpu") and run.trainer.lora.rank == recipe.lora_rank
     text = (folder / "run.toml").read_text()
-    assert f"# Recipe {name}: " in text and (recipe.measured or "not measured") in text
-    for result in re.findall(r"[\w.-]+\.json", recipe.measured):
+    assert f"# Recipe {name}: " in text and recipe.ran in text
+    for result in re.findall(r"[\w.-]+\.json", recipe.ran):
         assert (ROOT / "benchmarks/results" / result).is_file()
+    for place in re.findall(r"[\w/-]+\.(?:md|py)\b", recipe.ran):
+        assert (ROOT / place).is_file()
 
 
 def test_the_page_has_every_recipe() -> None:
     page = (ROOT / "docs/train.md").read_text()
     for name in recipes.names():
         recipe = recipes.read(name)
-        assert f"| `{name}` | {recipe.about} | {recipe.model} |" in page
+        assert f"| `{name}` | {recipe.about} | {recipe.model} | {recipe.ran} |" in page
 
 
 def test_an_unknown_recipe_and_no_model(tmp_path: Path) -> None:

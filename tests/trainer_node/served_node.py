@@ -109,6 +109,7 @@ def node(
     collective_timeout_s: float = 30,
     admission: str = "skip",
     dtype: str | None = None,
+    profile_versions: tuple[int, ...] = (),
     env: Mapping[str, str] | None = None,
     **parallel,
 ) -> Iterator[tuple[Orchestrator, subprocess.Popen | Started]]:
@@ -120,6 +121,7 @@ def node(
         micro_batch_tokens=16,
         collective_timeout_s=collective_timeout_s,
         admission=admission,
+        profile_versions=profile_versions,
         **({} if dtype is None else {"dtype": dtype}),
     )
     path = folder / "trainer.json"

@@ -4,6 +4,7 @@ in this process.
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import subprocess
@@ -355,6 +356,22 @@ def check_chunks(
         control, receiver, manifest, version=1, changed_only=changed_only, layout=layout
     )
     assert all(torch.equal(tensors[s.name], wanted[s.name]) for s in manifest.tensors)
+
+
+def test_one_job_is_profiled(models, torchrun, tmp_path: Path) -> None:
+    """Rank 0 writes what it did in the chosen version's training, in Chrome's trace format."""
+    versions, model = tmp_path / "run" / "versions", models["dense_tied"]
+    fields, buffers = training()
+    more = {"ranks": 2, "tensor": 2, "profile_versions": (2,)}
+    with node(model, tmp_path, torchrun, **more) as (control, _):
+        for version in (1, 2, 3):
+            folder = str(versions / str(version))
+            control.ok(TrainMerged, buffers, version=version, checkpoint_dir=folder, **fields)
+    (path,) = (tmp_path / "run" / "profiles").iterdir()
+    assert path.name == "2.json.gz"
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    names = {event["name"] for event in events if event["ph"] == "X"}
+    assert {"aten::mm", "aten::embedding"} <= names, sorted(names)[:50]
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ _PLACES: dict[str, str] = {
     "ppo_micro_batch_size_per_gpu max_tokens_per_gpu ppo_max_token_len_per_gpu",
     "trainer.recompute": "gradient_checkpointing enable_gradient_checkpointing",
     "trainer.memory": "param_offload optimizer_offload colocate",
+    "trainer.profile_versions": "profile_steps profiler torch_profiler profile_step_start",
     "trainer.lora.rank": "lora_rank lora_r r",
     "trainer.lora.alpha": "lora_alpha",
     "trainer.lora.targets": "target_modules lora_target_modules",
@@ -75,6 +76,14 @@ _PLACES: dict[str, str] = {
     "inference.gpu_memory_utilization": "vllm_gpu_memory_utilization sglang_mem_fraction_static",
     "orchestrator.keep_versions": "save_steps save_total_limit save_freq save_interval",
 }
+_SECTIONS = {
+    "OptimParams": "optim",
+    "LossSpec": "loss",
+    "KlSpec": "loss.kl",
+    "LoopConfig": "loop",
+    "SamplingConfig": "sampling",
+}
+"""Class -> its table in a run.toml that says what to train."""
 _NOTES: dict[str, str] = {
     "OptimParams.beta1": " and beta2",
     "ValueSpec.gamma": ", given as LossSpec(value=ValueSpec(...))",
@@ -97,16 +106,21 @@ PLACES |= dict.fromkeys(_SCHEDULE.split(), "OptimParams.lr")
 """What others call it -> `Class.field`, or the key in run.toml."""
 
 
-def hint(word: str, *, model: str) -> str:
+def hint(word: str, *, model: str, in_file: bool = False) -> str:
     """Return "; splice has it as ..." for a name of another library, or nothing.
 
     Args:
         model: class that was given the name. A section of run.toml is one too.
+        in_file: a run.toml that says what to train has the name.
     """
     place = PLACES.get(word.lower(), "")
     holder, _, field = place.rpartition(".")
     if not place:
         return ""
+    if in_file and holder in _SECTIONS:
+        field = "schedule" if word.lower() in _SCHEDULE.split() else field
+        field = f"extra.{word}" if field == "extra" else field
+        return f"; splice has it as {_SECTIONS[holder]}.{field} in run.toml."
     if not holder[:1].isupper():
         return f"; splice has it as {place} in run.toml{_NOTES.get(place, '')}."
     name = f"{field!r}" if holder == model else f"{holder}({field}=...)"

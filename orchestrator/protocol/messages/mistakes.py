@@ -119,7 +119,11 @@ def _say(detail: ErrorDetails, model: type[BaseModel]) -> str:
     if kind == "extra_forbidden":
         known = sorted(inner.model_fields if inner is not None else holder.model_fields)
         word = str(detail["loc"][-1])
-        if elsewhere := hint(word, model=(inner or holder).__name__):
+        if len(parts) == 1 and (places := _tables_with(word, model)):
+            return f"{key}: unknown key; did you mean {' or '.join(places)}?"
+        # LoopConfig and its like have no table for the optimizer.
+        in_file = "optim" in model.model_fields
+        if elsewhere := hint(word, model=(inner or holder).__name__, in_file=in_file):
             return f"{key}: unknown key{elsewhere}"
         return f"{key}: unknown key{nearest(word, known) or '.'} Known keys: {', '.join(known)}"
     if kind == "missing":
@@ -157,6 +161,12 @@ def _where(
         elif inner is not None:  # an unknown key
             parts.append(part)
     return parts, holder, inner
+
+
+def _tables_with(word: str, model: type[BaseModel]) -> list[str]:
+    """Return the tables of a file that have this key."""
+    tables = {name: _model_in(field.annotation) for name, field in model.model_fields.items()}
+    return [f"{name}.{word}" for name, of in tables.items() if of and word in of.model_fields]
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

@@ -34,6 +34,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from orchestrator.errors import ConfigError, SpliceError, TransferError
 from weight_transfer import delta
 
+ORIGIN = "splice_store.json"
+"""In a version's folder: which version it is."""
 PIECE_BYTES = 1 << 26
 MOST_LINKS = 1000
 """Longest chain that is followed."""
@@ -89,6 +91,22 @@ class Version:
     name: str
     number: int
     link_sha256: str
+
+    @staticmethod
+    def read(folder: Path) -> Version | None:
+        """The version that is in a folder. None: none, or not all of it."""
+        try:
+            found: dict[str, Any] = json.loads((folder / ORIGIN).read_text())
+            return Version(folder=folder, **found)
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def write(self) -> None:
+        """Note in the folder what it has, once it is complete."""
+        own = {"name": self.name, "number": self.number, "link_sha256": self.link_sha256}
+        part = self.folder / f".{ORIGIN}"
+        part.write_text(json.dumps(own))
+        part.replace(self.folder / ORIGIN)
 
 
 def new_keys() -> tuple[str, str]:
@@ -151,7 +169,7 @@ class Store:
             files = tuple(
                 self._put_file(path, None if base is None else base.folder / path.name)
                 for path in sorted(folder.iterdir())
-                if path.is_file() and _PLAIN_NAME.fullmatch(path.name)
+                if path.is_file() and path.name != ORIGIN and _PLAIN_NAME.fullmatch(path.name)
             )
             link = Link(
                 name=name,
@@ -162,15 +180,17 @@ class Store:
             )
             text = link.model_dump_json()
             signature = (
-                _ed25519().Ed25519PrivateKey.from_private_bytes(bytes.fromhex(key)).sign(
-                    text.encode()
-                )
+                _ed25519()
+                .Ed25519PrivateKey.from_private_bytes(bytes.fromhex(key))
+                .sign(text.encode())
             )
             signed = json.dumps({"link": text, "signature": signature.hex()})
             self._write(_link_path(version), signed.encode())
             self._write("newest", str(version).encode())
         except OSError as error:
-            raise StoreError(f"version {version} cannot be written to {self.url}: {error}") from error
+            raise StoreError(
+                f"version {version} cannot be written to {self.url}: {error}"
+            ) from error
         return Version(folder=folder, name=name, number=version, link_sha256=_sha256(text.encode()))
 
     def _put_file(self, path: Path, base: Path | None) -> StoredFile:
@@ -179,7 +199,7 @@ class Store:
             base = None
         for at in range(0, nbytes, PIECE_BYTES):
             new_B = _read(path, at)
-            digest.update(new_B)
+            digest.update(new_B.data)
             pieces.append(self._put_piece(new_B, None if base is None else _read(base, at)))
         sha256 = digest.hexdigest()
         return StoredFile(name=path.name, nbytes=nbytes, sha256=sha256, pieces=tuple(pieces))
@@ -229,6 +249,16 @@ class Store:
                 self._fs.rm_file(path)
         return gone
 
+    def since_full(self) -> int:
+        """Versions since the newest one that is whole."""
+        count, at = 0, self.newest()
+        while at is not None:
+            link = Link.model_validate_json(self._signed(at)[0])
+            if link.base is None:
+                break
+            count, at = count + 1, link.base
+        return count
+
     def versions(self) -> list[int]:
         """The versions that have a link, ascending. A server of plain HTTP cannot list them."""
         try:
@@ -249,9 +279,7 @@ class Store:
         except (OSError, ValueError) as error:
             raise StoreError(f"{self.url} does not say its newest version: {error}") from error
 
-    def fetch(
-        self, version: int, into: Path, *, have: Version | None, public_key: str
-    ) -> Version:
+    def fetch(self, version: int, into: Path, *, have: Version | None, public_key: str) -> Version:
         """Make a version's files in a new folder, from a version that is here or from nothing.
 
         Raises:
@@ -282,9 +310,7 @@ class Store:
             folder=into, name=step.name, number=step.number, link_sha256=step.link_sha256
         )
 
-    def _chain(
-        self, version: int, have: Version | None, public_key: str
-    ) -> list[tuple[Link, str]]:
+    def _chain(self, version: int, have: Version | None, public_key: str) -> list[tuple[Link, str]]:
         """The links from what is here, or from one without a base, to a version."""
         chain: list[tuple[Link, str]] = []
         at: int | None = version
@@ -363,7 +389,9 @@ class Store:
                         raise StoreError(f"{what}, part {piece.part}: {error}") from error
                     body = whole_B.numpy().tobytes()
                 if len(body) != size:
-                    raise StoreError(f"{what}, part {piece.part}: {len(body):,} bytes, not {size:,}")
+                    raise StoreError(
+                        f"{what}, part {piece.part}: {len(body):,} bytes, not {size:,}"
+                    )
                 digest.update(body)
                 out.write(body)
         if digest.hexdigest() != file.sha256:

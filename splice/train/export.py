@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from orchestrator.errors import ConfigError, SpliceError
@@ -14,6 +15,7 @@ from splice.client.clients import SpliceClient
 from splice.client.run_file import FILE_NAME, RUN_JSON, RunFile, load
 from splice.cluster import up
 from splice.rl import evaluations
+from weight_transfer import store
 
 _FILES = (RUN_JSON, "slurm.json", "ray.json")
 """What `splice up` and the launchers write into a run's folder."""
@@ -124,6 +126,35 @@ def push(run: RunFile, folder: Path, repo: str, *, private: bool) -> str:
         what=f"{folder} is written, but could not be pushed to {repo}",
         remedy="; set HF_TOKEN to a token that may write there (`hf auth login`)",
     )
+
+
+def public_key(file: Path) -> str:
+    """The public key of a store's private key, which is made if there is none.
+
+    Raises:
+        ConfigError: the file has no key, or signatures cannot be made here.
+    """
+    if not file.exists():
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+            out.write(store.new_keys()[0])
+    try:
+        return store.public_key_of(file.read_text().strip())
+    except ValueError as error:
+        raise ConfigError(f"{file} has no private key: {error}") from error
+
+
+def mirror(run: RunFile, url: str, key: Path, options: Mapping[str, object], *, once: bool) -> int:
+    """Write a run's versions to a store, in the trainer's environment, until it is ended. Returns
+    the exit code."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(run.trainer_config().model_dump_json())
+        file.flush()
+        argv = ["--config", file.name, "--run-dir", run.run_dir, "--name", run.name, "--store", url]
+        argv += ["--key", key, *(["--once"] if once else [])]
+        argv += [word for name, value in options.items() for word in (f"--{name}", value)]
+        module = "trainer_node.tools.mirror"
+        command = python_command(run.trainer.python, "-m", module, *map(str, argv))
+        return subprocess.run(command, env=python_environment(os.environ), check=False).returncode
 
 
 def _refuse(out: Path) -> None:

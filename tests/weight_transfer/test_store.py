@@ -83,7 +83,7 @@ def test_a_change_is_small_and_what_is_the_same_is_no_part(store, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["parts", "links"])
-def test_a_broken_or_missing_link_of_the_chain_is_refused_by_name_and_the_next_full_version_mends_it(
+def test_what_is_broken_is_refused_by_name_and_the_next_full_version_mends_it(
     where, store, tmp_path
 ):
     folders = published(store, tmp_path / "made", versions=4, full_every=3)

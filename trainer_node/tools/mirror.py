@@ -1,0 +1,142 @@
+"""Writes a run's versions to a store, from which runs elsewhere follow it (`trainer.follow`).
+
+    versions/N of a run -> one rank merges -> WORK/N, a Hugging Face checkpoint -> the store
+
+The run may be up: it is only read. Each committed version is written as its changes since the one
+before, and every `--full-every` versions whole. Versions that come faster than they can be written
+are left out. A process that is killed continues where it was.
+
+    python -m trainer_node.tools.mirror --config trainer.json --run-dir RUN --store URL --key FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from orchestrator.errors import ConfigError, SpliceError
+from orchestrator.processes.logs import log_to_stderr
+from orchestrator.protocol.config import TrainerConfig
+from orchestrator.protocol.messages.mistakes import read_json
+from orchestrator.storage.journal import committed_in
+from trainer_node.tools.export_version import Exporting
+from weight_transfer.store import Store, Version
+
+log = logging.getLogger("splice.mirror")
+
+
+class Mirror:
+    """Writes versions, one after the other.
+
+    Args:
+        key: the private key, in hexadecimal.
+        full_every: versions from one that is written whole to the next.
+        keep: the newest versions that stay in the store, with what they need.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        run_dir: Path,
+        store: Store,
+        *,
+        name: str,
+        key: str,
+        full_every: int,
+        keep: int,
+        device: str,
+    ) -> None:
+        self._config, self._run_dir, self._store, self._name = config, run_dir, store, name
+        self._key, self._full_every, self._keep, self._device = key, full_every, keep, device
+        self._work = run_dir / "mirror"
+        self._work.mkdir(exist_ok=True)
+        found = [v for path in self._work.iterdir() if (v := Version.read(path)) is not None]
+        self._last = max(found, key=lambda version: version.number, default=None)
+        self._exporting: Exporting | None = None
+
+    def look(self) -> int | None:
+        """Write the newest committed version, unless it is there. Returns its number."""
+        number = committed_in(self._run_dir / "journal.sqlite")
+        written = self._store.newest()
+        if number is None or (written is not None and written >= number):
+            return None
+        began_s, out = time.monotonic(), self._work / str(number)
+        shutil.rmtree(out, ignore_errors=True)
+        source = self._run_dir / "versions" / str(number)
+        if self._exporting is None:
+            self._exporting = Exporting(self._config, source, device=self._device)
+        else:
+            self._exporting.take(source)
+        self._exporting.write(out)
+        base = self._last
+        if base is None or base.number != written or self._is_due():
+            base = None
+        self._last = self._store.put(out, name=self._name, version=number, base=base, key=self._key)
+        self._last.write()
+        for path in self._work.iterdir():
+            if path != out:
+                shutil.rmtree(path, ignore_errors=True)
+        gone = self._store.prune(keep=self._keep)
+        how = "whole" if base is None else f"as changes since {base.number}"
+        seconds = time.monotonic() - began_s
+        log.info("wrote %s@%d %s in %.1f s; deleted %s", self._name, number, how, seconds, gone)
+        return number
+
+    def _is_due(self) -> bool:
+        """Whether the next version is to be whole."""
+        return self._store.since_full() + 1 >= self._full_every
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m trainer_node.tools.mirror")
+    parser.add_argument("--config", type=Path, required=True, help="TrainerConfig as JSON")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--name", required=True, help="the served name")
+    parser.add_argument("--store", required=True, help="a folder or a URL")
+    parser.add_argument("--key", type=Path, required=True, help="file with the private key")
+    parser.add_argument("--full-every", type=int, default=50)
+    parser.add_argument("--keep", type=int, default=100)
+    parser.add_argument("--poll-s", type=float, default=10.0)
+    parser.add_argument("--once", action="store_true", help="write the newest version, then end")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    given = parser.parse_args(argv)
+    log_to_stderr("mirror")
+    try:
+        mirror = Mirror(
+            read_json(given.config, TrainerConfig),
+            given.run_dir,
+            Store(given.store),
+            name=given.name,
+            key=given.key.read_text().strip(),
+            full_every=given.full_every,
+            keep=given.keep,
+            device=given.device,
+        )
+        while True:
+            try:
+                mirror.look()
+            except ConfigError:
+                raise
+            except (SpliceError, OSError) as error:
+                log.error("%s; it is tried again", error)
+            if given.once:
+                return 0
+            time.sleep(given.poll_s)
+    except SpliceError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)

@@ -9,7 +9,7 @@ import time
 import httpx
 import pytest
 
-from splice import SpliceClient, TrainMerged, batch_specs
+from splice import JobFailed, SpliceClient, TrainMerged, batch_specs
 from tests.e2e.batches import PROMPT, as_batch
 from tests.e2e.commands import kill_all, processes_of, splice
 from tests.e2e.conftest import INFERENCE_PYTHON
@@ -90,7 +90,10 @@ def test_a_run_follows_another_one_through_a_store(models, tmp_path):
         expected = wait_served(there, "tiny@4")
         assert expected == served(origin)[1], "a whole version mends it"
 
-        with SpliceClient.of_run(there / "run") as client, pytest.raises(Exception, match="follows"):
+        with (
+            SpliceClient.of_run(there / "run") as client,
+            pytest.raises(Exception, match="follows"),
+        ):
             client.forward(batch_specs(num_sequences=1, num_tokens=2))
         kill_all(there)
         splice("up", there, "--resume")

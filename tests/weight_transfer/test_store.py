@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -156,3 +159,19 @@ def test_old_versions_go_with_what_only_they_need(store, tmp_path):
     assert {p.name for p in parts} == {p["part"] for f in link["files"] for p in f["pieces"]}
     with pytest.raises(StoreError, match="has no link 5"):
         store.fetch(5, tmp_path / "gone", have=None, public_key=PUBLIC)
+
+
+def test_readers_follow_over_http(store, tmp_path):
+    """Which cannot list: the store says its newest version."""
+    folders = published(store, tmp_path / "made", versions=3)
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "store"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        away = Store(f"http://127.0.0.1:{server.server_port}")
+        have = away.fetch(0, tmp_path / "0", have=None, public_key=PUBLIC)
+        assert away.newest() == 2
+        found = away.fetch(2, tmp_path / "2", have=have, public_key=PUBLIC)
+        assert same(found.folder, folders[2])
+        with pytest.raises(StoreError, match="has no link 7"):
+            away.fetch(7, tmp_path / "7", have=have, public_key=PUBLIC)
+        server.shutdown()

@@ -90,11 +90,8 @@ def test_a_run_follows_another_one_through_a_store(models, tmp_path):
         expected = wait_served(there, "tiny@4")
         assert expected == served(origin)[1], "a whole version mends it"
 
-        with (
-            SpliceClient.of_run(there / "run") as client,
-            pytest.raises(Exception, match="follows"),
-        ):
-            client.forward(batch_specs(num_sequences=1, num_tokens=2))
+        with pytest.raises(JobFailed, match=f"this run follows {store}: it cannot do TrainMerged"):
+            train(there / "run")
         kill_all(there)
         splice("up", there, "--resume")
         assert wait_served(there, "tiny@4") == expected

@@ -9,7 +9,7 @@ import time
 import httpx
 import pytest
 
-from splice import JobFailed, SpliceClient, TrainMerged, batch_specs
+from splice import JobFailed, LossSpec, OptimParams, SpliceClient, TrainMerged, batch_specs
 from tests.e2e.batches import PROMPT, as_batch
 from tests.e2e.commands import kill_all, processes_of, splice
 from tests.e2e.conftest import INFERENCE_PYTHON
@@ -25,7 +25,11 @@ poll_s = 0.5
 
 def train(run_dir) -> None:
     with SpliceClient.of_run(run_dir) as client:
-        job = TrainMerged(tensors=batch_specs(num_sequences=1, num_tokens=len(PROMPT) + 2))
+        job = TrainMerged(
+            tensors=batch_specs(num_sequences=1, num_tokens=len(PROMPT) + 2),
+            loss=LossSpec(name="cross_entropy"),
+            optim=OptimParams(lr=0.01),
+        )
         client.run(job, buffers=as_batch([3, 4]), timeout_s=120)
 
 
@@ -66,13 +70,16 @@ def test_a_run_follows_another_one_through_a_store(models, tmp_path):
         file = there / "run.toml"
         file.write_text(file.read_text() + FOLLOW.format(store=store, key=key))
         splice("up", there)
-        assert wait_served(there, "tiny@1") == served(origin)[1]
+        first = wait_served(there, "tiny@1")
+        assert first == served(origin)[1]
 
         train(origin / "run")
         splice(*mirror)
-        assert wait_served(there, "tiny@2") == served(origin)[1]
+        second = wait_served(there, "tiny@2")
+        assert first != second == served(origin)[1]
         link = json.loads(json.loads((store / "links/00000002.json").read_text())["link"])
-        assert link["base"] == 1 and any(p["is_code"] for f in link["files"] for p in f["pieces"])
+        changed = [p for f in link["files"] for p in f["pieces"] if p["part"]]
+        assert link["base"] == 1 and changed and all(p["is_code"] for p in changed)
 
         train(origin / "run")
         splice(*mirror)

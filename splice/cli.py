@@ -230,7 +230,7 @@ def trainer(
         endpoint=run.endpoint(),
         config=node_file(run, node_id, run.trainer_config().model_dump_json(indent=1)),
         python=str(run.trainer.python),
-        module="splice.follower" if run.trainer.follow else module,
+        module="trainer_node.follower" if run.trainer.follow else module,
         node_id=node_id,
         nodes=nodes,
         node_rank=node_rank,

@@ -247,6 +247,5 @@ def mirror(
 
     of = exporting.run_of(run)
     key = key or of.run_dir / "store.key"
-    typer.echo(f"public key: {exporting.public_key(key)}")
     options = {"full-every": full_every, "keep": keep, "poll-s": poll_s, "device": device}
     raise typer.Exit(exporting.mirror(of, store, key, options, once=once))

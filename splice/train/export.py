@@ -15,7 +15,6 @@ from splice.client.clients import SpliceClient
 from splice.client.run_file import FILE_NAME, RUN_JSON, RunFile, load
 from splice.cluster import up
 from splice.rl import evaluations
-from weight_transfer import store
 
 _FILES = (RUN_JSON, "slurm.json", "ray.json")
 """What `splice up` and the launchers write into a run's folder."""
@@ -126,21 +125,6 @@ def push(run: RunFile, folder: Path, repo: str, *, private: bool) -> str:
         what=f"{folder} is written, but could not be pushed to {repo}",
         remedy="; set HF_TOKEN to a token that may write there (`hf auth login`)",
     )
-
-
-def public_key(file: Path) -> str:
-    """The public key of a store's private key, which is made if there is none.
-
-    Raises:
-        ConfigError: the file has no key, or signatures cannot be made here.
-    """
-    if not file.exists():
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-            out.write(store.new_keys()[0])
-    try:
-        return store.public_key_of(file.read_text().strip())
-    except ValueError as error:
-        raise ConfigError(f"{file} has no private key: {error}") from error
 
 
 def mirror(run: RunFile, url: str, key: Path, options: Mapping[str, object], *, once: bool) -> int:

@@ -26,6 +26,7 @@ from orchestrator.protocol.config import TrainerConfig
 from orchestrator.protocol.messages.mistakes import read_json
 from orchestrator.storage.journal import committed_in
 from trainer_node.tools.export_version import Exporting
+from weight_transfer import store
 from weight_transfer.store import Store, Version
 
 log = logging.getLogger("splice.mirror")
@@ -44,7 +45,7 @@ class Mirror:
         self,
         config: TrainerConfig,
         run_dir: Path,
-        store: Store,
+        to: Store,
         *,
         name: str,
         key: str,
@@ -52,7 +53,7 @@ class Mirror:
         keep: int,
         device: str,
     ) -> None:
-        self._config, self._run_dir, self._store, self._name = config, run_dir, store, name
+        self._config, self._run_dir, self._store, self._name = config, run_dir, to, name
         self._key, self._full_every, self._keep, self._device = key, full_every, keep, device
         self._work = run_dir / "mirror"
         self._work.mkdir(exist_ok=True)
@@ -93,6 +94,24 @@ class Mirror:
         return self._store.since_full() + 1 >= self._full_every
 
 
+def private_key(file: Path) -> str:
+    """The key in a file, which is made if it is not there. Prints the public key.
+
+    Raises:
+        ConfigError: the file has no key, or nothing here can sign.
+    """
+    try:
+        if not file.exists():
+            with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+                out.write(store.new_keys()[0])
+        key = file.read_text().strip()
+        sys.stdout.write(f"public key: {store.public_key_of(key)}\n")
+        sys.stdout.flush()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} has no private key: {error}") from error
+    return key
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m trainer_node.tools.mirror")
@@ -114,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             given.run_dir,
             Store(given.store),
             name=given.name,
-            key=given.key.read_text().strip(),
+            key=private_key(given.key),
             full_every=given.full_every,
             keep=given.keep,
             device=given.device,

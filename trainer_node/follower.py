@@ -26,12 +26,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from orchestrator.errors import ConfigError, JobFailed, ManifestError, NodeLost, TransferError
+from orchestrator.errors import (
+    ConfigError,
+    ManifestError,
+    NodeLost,
+    SpliceError,
+    TransferError,
+)
 from orchestrator.processes.logs import log_to_stderr
 from orchestrator.processes.restarts import EXIT_CONFIG, EXIT_LINK_LOST
 from orchestrator.protocol.config import FollowConfig, TrainerConfig
 from orchestrator.protocol.messages import (
     AbortSend,
+    AnyMessage,
+    Cancelled,
+    Completed,
+    Failed,
+    GetStatus,
+    Hello,
     LeaveTransferGroup,
     LoadCheckpoint,
     Manifest,
@@ -42,12 +54,14 @@ from orchestrator.protocol.messages import (
     ReleaseMemory,
     SaveCheckpoint,
     SendWeights,
+    Status,
+    SubmitJob,
     TensorSpec,
     UseLayout,
+    new_id,
 )
 from orchestrator.protocol.messages.mistakes import read_json
 from orchestrator.protocol.node_link import NodeLink
-from splice.client.clients import SpliceClient
 from trainer_node.node import hello
 from trainer_node.request import NotReady, Outcome, Request, classify
 from weight_transfer.chunks import ChunkSender
@@ -57,7 +71,7 @@ from weight_transfer.store import Store, StoreError, Version
 
 log = logging.getLogger("splice.follower")
 COMPLETE = "COMPLETE"
-RECV_S = 1.0
+RECV_S, STATUS_S, JOB_S = 1.0, 60.0, 3600.0
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}
 
 
@@ -332,36 +346,80 @@ class Follower:
             )
         self._aborts.pop(request.id, None)
 
-    def watch(self, client: SpliceClient, stop: threading.Event) -> None:
+    def watch(self, orchestrator: Orchestrator, stop: threading.Event) -> None:
         """Publish what is new in the store, until told to stop."""
         said = ""
         while not stop.wait(self._follow.poll_s):
             try:
-                said = self._look(client) or said
-            except (StoreError, ConfigError, NodeLost, JobFailed, TimeoutError, OSError) as error:
+                if self._look(orchestrator):
+                    said = ""
+            except (SpliceError, TimeoutError, OSError) as error:
                 if str(error) != said:
                     log.error("%s; what is served stays, and the store is asked again", error)
                 said = str(error)
 
-    def _look(self, client: SpliceClient) -> str:
-        """Publish the newest version, if it is newer than what is served."""
-        newest = self._store.newest()
-        served = client.status().version
+    def _look(self, orchestrator: Orchestrator) -> bool:
+        """Publish the newest version, if it is newer than what is served. Returns whether."""
+        newest, served = self._store.newest(), orchestrator.served()
         if newest is None or served is None or newest <= served:
-            return ""
+            return False
         version = self.fetch(newest, have=self.weights.version)
-        client.run(LoadCheckpoint(checkpoint_dir=str(version.folder.absolute())))
-        published = client.run(Publish(version=newest))
-        log.info("serving %s", published.alias)
+        orchestrator.run(LoadCheckpoint(checkpoint_dir=str(version.folder.absolute())))
+        orchestrator.run(Publish(version=newest))
+        log.info("serving %s@%d", version.name, newest)
         for path in (self._folder / "fetched").iterdir():
             if path != version.folder:
                 shutil.rmtree(path, ignore_errors=True)
-        return " "
+        return True
+
+
+class Orchestrator:
+    """Asks the run's orchestrator, as a client of the run."""
+
+    def __init__(self, link: NodeLink) -> None:
+        self._link = link
+
+    def served(self) -> int | None:
+        """The served version."""
+        self._link.send(GetStatus())
+        status = self._wait(lambda m: isinstance(m, Status), STATUS_S, again=GetStatus())
+        assert isinstance(status, Status)
+        return status.version
+
+    def run(self, job: LoadCheckpoint | Publish) -> None:
+        """Run a job.
+
+        Raises:
+            JobFailed: says why.
+            TimeoutError: no outcome in time.
+        """
+        submit = SubmitJob(job_id=new_id("job"), job=job)
+        self._link.send(submit)
+        ends = (Completed, Failed, Cancelled)
+        outcome = self._wait(
+            lambda m: isinstance(m, ends) and m.request_id == submit.job_id, JOB_S, again=submit
+        )
+        if isinstance(outcome, Failed):
+            raise outcome.as_error(node=outcome.node)
+
+    def _wait(
+        self, is_it: Callable[[AnyMessage], bool], timeout_s: float, *, again: AnyMessage
+    ) -> AnyMessage:
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            envelope = self._link.recv(timeout_s=RECV_S)
+            if envelope is None:
+                continue
+            if is_it(envelope.message):
+                return envelope.message
+            if isinstance(envelope.message, Hello):  # the orchestrator is new
+                self._link.send(again)
+        raise TimeoutError(f"the orchestrator did not answer {again.kind} in {timeout_s:.0f} s")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; see `trainer_node.node.main`."""
-    parser = argparse.ArgumentParser(prog="python -m splice.follower")
+    parser = argparse.ArgumentParser(prog="python -m trainer_node.follower")
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--node-id", default="trainer")
     parser.add_argument("--config", type=Path, required=True, help="TrainerConfig as JSON")
@@ -372,14 +430,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = read_json(arguments.config, TrainerConfig)
         assert config.follow is not None
         follower = Follower(config, config.follow, arguments.config.parent)
+        own, stop = hello(arguments.node_id, token, config.device), threading.Event()
         link = NodeLink(
             endpoint=arguments.endpoint,
-            hello=hello(arguments.node_id, token, config.device),
+            hello=own,
             urgent={"AbortSend": lambda m: follower.abort(m) if isinstance(m, AbortSend) else None},
         )
-        stop = threading.Event()
-        with link.start(), SpliceClient(endpoint=arguments.endpoint, run_token=token) as client:
-            watcher = threading.Thread(target=follower.watch, args=(client, stop), daemon=True)
+        client_hello = Hello(
+            role="client",
+            node_id=new_id("follower"),
+            incarnation=own.incarnation,
+            run_token=token,
+            pid=os.getpid(),
+        )
+        with link.start(), NodeLink(endpoint=arguments.endpoint, hello=client_hello) as client:
+            watcher = threading.Thread(
+                target=follower.watch, args=(Orchestrator(client), stop), daemon=True
+            )
             watcher.start()
             code = follower.serve(link)
             stop.set()

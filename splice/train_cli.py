@@ -247,5 +247,6 @@ def mirror(
 
     of = exporting.run_of(run)
     key = key or of.run_dir / "store.key"
-    options = {"full-every": full_every, "keep": keep, "poll-s": poll_s, "device": device}
-    raise typer.Exit(exporting.mirror(of, store, key, options, once=once))
+    options = {"full-every": full_every, "keep": keep, "device": device}
+    code = exporting.mirror(of, store, key, options, poll_s=None if once else poll_s)
+    raise typer.Exit(code)

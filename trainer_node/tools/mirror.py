@@ -2,11 +2,13 @@
 
     versions/N of a run -> one rank merges -> WORK/N, a Hugging Face checkpoint -> the store
 
-The run may be up: it is only read. Each committed version is written as its changes since the one
-before, and every `--full-every` versions whole. Versions that come faster than they can be written
-are left out. A process that is killed continues where it was.
+The run may be up: it is only read. Each version is written as its changes since the one before, and
+every `--full-every` versions whole. A process that is killed continues where it was.
 
     python -m trainer_node.tools.mirror --config trainer.json --run-dir RUN --store URL --key FILE
+
+It prints the public key. Then it reads the numbers of committed versions from stdin, a line each,
+and prints a line when it is done with one. `splice mirror` asks it so.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.processes.logs import log_to_stderr
 from orchestrator.protocol.config import TrainerConfig
 from orchestrator.protocol.messages.mistakes import read_json
-from orchestrator.storage.journal import committed_in
 from trainer_node.tools.export_version import Exporting
 from weight_transfer import store
 from weight_transfer.store import Store, Version
@@ -61,12 +62,11 @@ class Mirror:
         self._last = max(found, key=lambda version: version.number, default=None)
         self._exporting: Exporting | None = None
 
-    def look(self) -> int | None:
-        """Write the newest committed version, unless it is there. Returns its number."""
-        number = committed_in(self._run_dir / "journal.sqlite")
+    def write(self, number: int) -> None:
+        """Write a committed version, unless it or a later one is there."""
         written = self._store.newest()
-        if number is None or (written is not None and written >= number):
-            return None
+        if written is not None and written >= number:
+            return
         began_s, out = time.monotonic(), self._work / str(number)
         shutil.rmtree(out, ignore_errors=True)
         source = self._run_dir / "versions" / str(number)
@@ -87,7 +87,6 @@ class Mirror:
         how = "whole" if base is None else f"as changes since {base.number}"
         seconds = time.monotonic() - began_s
         log.info("wrote %s@%d %s in %.1f s; deleted %s", self._name, number, how, seconds, gone)
-        return number
 
     def _is_due(self) -> bool:
         """Whether the next version is to be whole."""
@@ -122,8 +121,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--key", type=Path, required=True, help="file with the private key")
     parser.add_argument("--full-every", type=int, default=50)
     parser.add_argument("--keep", type=int, default=100)
-    parser.add_argument("--poll-s", type=float, default=10.0)
-    parser.add_argument("--once", action="store_true", help="write the newest version, then end")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     given = parser.parse_args(argv)
     log_to_stderr("mirror")
@@ -138,16 +135,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             keep=given.keep,
             device=given.device,
         )
-        while True:
+        for line in sys.stdin:
             try:
-                mirror.look()
+                mirror.write(int(line))
             except ConfigError:
                 raise
             except (SpliceError, OSError) as error:
-                log.error("%s; it is tried again", error)
-            if given.once:
-                return 0
-            time.sleep(given.poll_s)
+                log.error("version %s: %s; it is tried again", line.strip(), error)
+            sys.stdout.write(line)
+            sys.stdout.flush()
+        return 0
     except SpliceError as error:
         sys.stderr.write(f"{error}\n")
         return 2

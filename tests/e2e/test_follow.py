@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 
 import httpx
@@ -58,34 +59,47 @@ def wait_served(folder, name: str) -> list[float]:
 
 def test_a_run_follows_another_one_through_a_store(models, tmp_path):
     """Also past a version that the store has wrong, and after everything was killed."""
-    origin, there, store = tmp_path / "origin", tmp_path / "there", tmp_path / "store"
+    origin, there = tmp_path / "origin", tmp_path / "there"
+    store, seen = tmp_path / "store", tmp_path / "seen"
     options = ["--model", models["qwen3"], "--name", "tiny", "--gpus", ""]
     for folder in (origin, there):
         splice("init", folder, *options, "--inference-python", INFERENCE_PYTHON)
-    mirror = ("mirror", origin, store, "--once")
+
+    def link_of(version: int) -> dict:
+        return json.loads(json.loads((store / f"links/{version:08d}.json").read_text())["link"])
+
+    def written(*more: object, lie: str = "") -> str:
+        """Write the newest version, and let the other side see it, perhaps with a wrong part."""
+        said = splice("mirror", origin, store, "--once", *more)
+        for name in ("parts", "links"):
+            shutil.copytree(store / name, seen / name, dirs_exist_ok=True)
+        if lie:
+            (seen / "parts" / lie[:2] / lie).write_bytes(b"something else")
+        shutil.copy(store / "newest", seen / "newest")
+        return said
+
     splice("up", origin)
     try:
         train(origin / "run")
-        key = re.search("public key: ([0-9a-f]{64})", splice(*mirror))[1]
+        key = re.search("public key: ([0-9a-f]{64})", written())[1]
         file = there / "run.toml"
-        file.write_text(file.read_text() + FOLLOW.format(store=store, key=key))
+        file.write_text(file.read_text() + FOLLOW.format(store=seen, key=key))
         splice("up", there)
         first = wait_served(there, "tiny@1")
         assert first == served(origin)[1]
 
         train(origin / "run")
-        splice(*mirror)
+        written()
         second = wait_served(there, "tiny@2")
         assert first != second == served(origin)[1]
-        link = json.loads(json.loads((store / "links/00000002.json").read_text())["link"])
+        link = link_of(2)
         changed = [p for f in link["files"] for p in f["pieces"] if p["part"]]
         assert link["base"] == 1 and changed and all(p["is_code"] for p in changed)
 
         train(origin / "run")
-        splice(*mirror)
-        link = json.loads(json.loads((store / "links/00000003.json").read_text())["link"])
-        part = next(p["part"] for f in link["files"] for p in f["pieces"] if p["part"])
-        (store / "parts" / part[:2] / part).write_bytes(b"something else")
+        splice("mirror", origin, store, "--once")
+        part = next(p["part"] for f in link_of(3)["files"] for p in f["pieces"] if p["part"])
+        written(lie=part)
         log = there / "run/logs/trainer.log"
         deadline_s = time.monotonic() + 60
         while f"part {part} has other bytes" not in log.read_text():
@@ -93,11 +107,11 @@ def test_a_run_follows_another_one_through_a_store(models, tmp_path):
             time.sleep(0.5)
         assert "tiny@2" in served(there)[0], "what is served stays"
         train(origin / "run")
-        splice(*mirror, "--full-every", 1)
+        written("--full-every", 1)
         expected = wait_served(there, "tiny@4")
         assert expected == served(origin)[1], "a whole version mends it"
 
-        with pytest.raises(JobFailed, match=f"this run follows {store}: it cannot do TrainMerged"):
+        with pytest.raises(JobFailed, match=f"this run follows {seen}: it cannot do TrainMerged"):
             train(there / "run")
         kill_all(there)
         splice("up", there, "--resume")

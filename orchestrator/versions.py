@@ -85,10 +85,12 @@ class Versions:
                 )
             raise ConfigError(f"{now}; InitialSync comes once, first")
         replicas = await self._replicas(job)
+        first = self._router.peers["trainer"].detail.get("version", 0)
+        version = int(noted.get("version", first))
         if "made" not in noted:
-            self._publisher.forget_unserved(0)
-        await self._save(job, 0)
-        return await self._publish(job, 0, self._dir(0), replicas, {})
+            self._publisher.forget_unserved(version)
+        await self._save(job, version)
+        return await self._publish(job, version, self._dir(version), replicas, {})
 
     async def _train_merged(self, job: Job, spec: TrainMerged) -> dict[str, object]:
         self._refuse_before_initial_sync()
@@ -109,8 +111,10 @@ class Versions:
                 f"gradients of {pending} batches are pending, and the job refuses them "
                 "(refuses_pending); submit OptimStep to use them, or LoadCheckpoint to drop them"
             )
+        if "version" not in self._facts.of_job(job.id):
+            self._refuse_old(spec.version)
         replicas = await self._replicas(job)
-        version = self._next_version(job)
+        version = self._next_version(job, spec.version)
         await self._save(job, version)
         return await self._publish(job, version, self._dir(version), replicas, {})
 
@@ -132,6 +136,14 @@ class Versions:
     def _refuse_before_initial_sync(self) -> None:
         if self._publisher.version is None and self._journal.committed_version() is None:
             raise ConfigError("no version is served yet; submit InitialSync first")
+
+    def _refuse_old(self, wanted: int | None) -> None:
+        newest = max(self._trainer.memory.version, self._journal.committed_version() or 0)
+        if wanted is not None and wanted <= newest:
+            raise ConfigError(
+                f"version {wanted} cannot be published: this run has made {newest}, and versions "
+                "never change"
+            )
 
     async def _replicas(self, job: Job) -> list[str]:
         """Wait for replicas: those that the job says for @0, later at least one, so that a loss
@@ -167,9 +179,9 @@ class Versions:
     def _dir(self, version: int) -> str:
         return str(self._folder.version_dir(version))
 
-    def _next_version(self, job: Job) -> int:
+    def _next_version(self, job: Job, wanted: int | None = None) -> int:
         """The version that the job makes; the same one after a restart."""
-        noted = self._facts.of_job(job.id).get("version")
+        noted = self._facts.of_job(job.id).get("version", wanted)
         return self._trainer.memory.version + 1 if noted is None else int(noted)
 
     async def announce(self, envelope: Envelope) -> None:

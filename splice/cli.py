@@ -230,14 +230,14 @@ def trainer(
         endpoint=run.endpoint(),
         config=node_file(run, node_id, run.trainer_config().model_dump_json(indent=1)),
         python=str(run.trainer.python),
-        module=module,
+        module="trainer_node.follower" if run.trainer.follow else module,
         node_id=node_id,
         nodes=nodes,
         node_rank=node_rank,
         rendezvous=rendezvous,
         prefix=tuple(trainer_host.split_prefix(prefix)),
         max_restarts=run.trainer.max_restarts,
-        template=template,
+        template=template and run.trainer.follow is None,
     )
     code = trainer_host.run(launch, run_token=token)
     raise typer.Exit(code)

@@ -212,3 +212,41 @@ def export(
     typer.echo(f"{of.name}@{number}: {out.absolute()}")
     if push:
         typer.echo(exporting.push(of, out, push, private=not public))
+
+
+@app.command()
+def mirror(
+    run: Annotated[
+        Path, typer.Argument(help="A run.toml, the folder that holds one, or the folder of a run.")
+    ],
+    store: Annotated[
+        str, typer.Argument(help="A folder or a URL, such as s3://bucket/path: where to.")
+    ],
+    key: Annotated[
+        Path | None,
+        typer.Option(help="File with the private key; made if it is not there. RUN/store.key."),
+    ] = None,
+    full_every: Annotated[
+        int, typer.Option(min=1, help="Versions from one that is written whole to the next.")
+    ] = 50,
+    keep: Annotated[
+        int, typer.Option(min=1, help="Newest versions that stay, with what they need.")
+    ] = 100,
+    poll_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 10.0,
+    once: Annotated[bool, typer.Option("--once", help="Write the newest version, then end.")] = (
+        False
+    ),
+    device: Annotated[Device, typer.Option(help="Where versions are merged.")] = "cpu",
+) -> None:
+    """Write a run's versions to a store, from which other runs follow it.
+
+    The run may be up. Each version is written as what changed since the one before. Runs elsewhere
+    serve them under the same numbers: `trainer.follow` has the store and the public key.
+    """
+    from splice.train import export as exporting
+
+    of = exporting.run_of(run)
+    key = key or of.run_dir / "store.key"
+    options = {"full-every": full_every, "keep": keep, "device": device}
+    code = exporting.mirror(of, store, key, options, poll_s=None if once else poll_s)
+    raise typer.Exit(code)

@@ -44,6 +44,7 @@ WHOLE = (
     "tests/trainer_node/test_node.py::test_a_whole_life*dense*",
     "tests/e2e/test_up.py::test_a_resume_on_other_base_weights*",
     "tests/e2e/test_train.py::test_the_documented_sweep",
+    "tests/e2e/test_follow.py::*",
     "tests/trainer_node/test_node.py::test_the_ranks_end_with_a_killed_torchrun",
     "tests/trainer_node/test_node.py::test_a_lost_replica_and_no_joiner",
     "tests/trainer_node/test_node.py::test_bad_topology_is_said_before_anything_is_built",

@@ -201,6 +201,19 @@ class ParallelConfig(Settings):
         return self
 
 
+class FollowConfig(Settings):
+    """Where the versions of another run come from."""
+
+    store: str
+    """A folder or a URL, as `splice mirror` wrote it: s3://bucket/path, https://host/path."""
+    key: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    """The public key that `splice mirror` printed."""
+    name: str = ""
+    """The name that the other run serves. Empty: any."""
+    poll_s: float = Field(default=10.0, gt=0)
+    """Seconds between two looks for a newer version."""
+
+
 class TrainerConfig(Settings):
     """The trainer node: model, adapters, parallelism."""
 
@@ -230,6 +243,8 @@ class TrainerConfig(Settings):
     match `lora`. None: PEFT's initial values, where B is zero."""
     parallel: ParallelConfig = ParallelConfig()
     """How the ranks share model and batch."""
+    follow: FollowConfig | None = None
+    """Train nothing: publish the versions of another run, from a store."""
     transport: Transport = "tcp"
     """How weights travel to the inference nodes; both sides take the same one."""
     host: Annotated[str, AfterValidator(_one_address)] = "127.0.0.1"

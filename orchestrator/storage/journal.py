@@ -374,6 +374,12 @@ def kept_token(path: Path) -> str:
     return "" if row is None else str(row[0])
 
 
+def committed_in(path: Path) -> int | None:
+    """Return the newest committed version of a run that may be up."""
+    row = _peek(path, "SELECT MAX(version) FROM publications WHERE state = 'committed'")
+    return None if row is None or row[0] is None else int(row[0])
+
+
 def check_protocol(path: Path) -> None:
     """Refuse a journal with open jobs of another version of the protocol. Changes nothing.
 

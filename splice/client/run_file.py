@@ -197,12 +197,15 @@ class RunFile(Settings):
 
     def orchestrator_config(self, *, run_token: str, resume: bool) -> OrchestratorConfig:
         """Return the orchestrator's settings."""
+        publication = self.publication
+        if self.trainer.follow is not None:  # nothing there can score the canary
+            publication = publication.model_copy(update={"canary": False})
         return OrchestratorConfig(
             **dict(self.orchestrator),
             run_dir=self.run_dir,
             run_token=run_token,
             name=self.name,
-            publication=self.publication,
+            publication=publication,
             replicas=self.inference.replicas,
             resume=resume,
         )

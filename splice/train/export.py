@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import tempfile
+import time
+from collections.abc import Mapping
 from pathlib import Path
+
+import typer
 
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.processes.python import python_command, python_environment
+from orchestrator.storage.journal import committed_in
 from splice.client.clients import SpliceClient
 from splice.client.run_file import FILE_NAME, RUN_JSON, RunFile, load
 from splice.cluster import up
@@ -124,6 +130,45 @@ def push(run: RunFile, folder: Path, repo: str, *, private: bool) -> str:
         what=f"{folder} is written, but could not be pushed to {repo}",
         remedy="; set HF_TOKEN to a token that may write there (`hf auth login`)",
     )
+
+
+def mirror(
+    run: RunFile, url: str, key: Path, options: Mapping[str, object], *, poll_s: float | None
+) -> int:
+    """Write a run's versions to a store, in the trainer's environment. Returns the exit code.
+
+    Args:
+        poll_s: seconds between two looks. None: write the newest version and end.
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(run.trainer_config().model_dump_json())
+        file.flush()
+        argv = ["--config", file.name, "--run-dir", run.run_dir, "--name", run.name, "--store", url]
+        argv += ["--key", key]
+        argv += [word for name, value in options.items() for word in (f"--{name}", value)]
+        module = "trainer_node.tools.mirror"
+        with subprocess.Popen(
+            python_command(run.trainer.python, "-m", module, *map(str, argv)),
+            env=python_environment(os.environ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as writer:
+            assert writer.stdin is not None
+            assert writer.stdout is not None
+            typer.echo(writer.stdout.readline().strip())  # the public key
+            with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
+                while writer.poll() is None:
+                    if (version := committed_in(run.run_dir / "journal.sqlite")) is not None:
+                        writer.stdin.write(f"{version}\n")
+                        writer.stdin.flush()
+                        writer.stdout.readline()
+                    if poll_s is None:
+                        break
+                    time.sleep(poll_s)
+            with contextlib.suppress(BrokenPipeError):
+                writer.stdin.close()
+            return writer.wait()
 
 
 def _refuse(out: Path) -> None:

@@ -502,3 +502,15 @@ def test_specs():
     for weight in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="finite"):
             TrainMerged(tensors=specs, optim={"lr": weight})
+
+
+def test_versions_have_the_numbers_of_another_run_that_is_followed(run):
+    trainer = run.trainer(before=lambda node: setattr(node, "detail", {"version": 41}))
+    run.replica(trainer)
+    client = run.client
+    assert client.run(InitialSync()).alias == "m@41"
+    assert client.run(Publish(version=45)).alias == "m@45"
+    assert client.run(Publish()).alias == "m@46"
+    with pytest.raises(JobFailed, match="version 46 cannot be published: this run has made 46"):
+        client.run(Publish(version=46))
+    assert client.status().version == 46

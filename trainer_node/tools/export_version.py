@@ -19,50 +19,82 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError, SpliceError
-from orchestrator.protocol.config import TrainerConfig
+from orchestrator.protocol.config import LoraConfig, TrainerConfig
 from orchestrator.protocol.messages.mistakes import read_json
 from trainer_node.hf.hub import with_local_model
 
 SHARD_BYTES = 5 * 10**9
 
 
-def export_version(config: TrainerConfig, version: Path, out: Path, *, device: str) -> list[str]:
-    """Write the checkpoint; returns its files.
+class Exporting:
+    """A trainer of one rank that has a version's weights, and can take those of later ones.
 
     Args:
         config: the run's, for any number of ranks.
 
     Raises:
-        ConfigError: the version is not a checkpoint of this model, or `out` cannot be written.
+        ConfigError: the version is not a checkpoint of this model.
     """
+
+    def __init__(self, config: TrainerConfig, version: Path, *, device: str) -> None:
+        meta = _meta_of(version)
+        single = {"device": device, "parallel": {}, "transport": "tcp", "numerics": "adapters"}
+        more: dict[str, Any] = {**single, "memory": "resident", "adapter": None}
+        more |= {"finetuning_type": meta["finetuning_type"], "loss_modules": ()}
+        more["value_head"] = meta.get("value_head", False)
+        if meta["finetuning_type"] == "lora":
+            more |= {"lora": meta["lora"], "adapter": str(version / "adapter")}
+        own = with_local_model(
+            TrainerConfig.model_validate(config.model_dump() | {"compile": False} | more)
+        )
+        from trainer_node.training.start import start
+
+        self._trainer = start(own)
+        self._round(version, meta)
+
+    def _round(self, version: Path, meta: dict[str, Any]) -> None:
+        # Late, because on a CPU Megatron can be imported only after `start`.
+        from trainer_node.state import loading
+
+        trainer = self._trainer
+        if meta["finetuning_type"] == "lora":
+            loading.check_base(version, meta, trainer.model)
+            trainer.model.adapters.rounding = loading.rounding_of(trainer, meta)
+        else:
+            loading.load(trainer, version, with_moments=False)
+
+    def take(self, version: Path) -> None:
+        """Take another version of the same run, whose adapters are of the same kind.
+
+        Raises:
+            ConfigError: its adapters are of another kind, or the run trains all parameters: a load
+                repairs what a crash left, and the run may be up.
+        """
+        meta, config = _meta_of(version), self._trainer.model.config
+        if meta["finetuning_type"] != "lora" or LoraConfig(**meta["lora"]) != config.lora:
+            raise ConfigError(f"{version} has other adapters than the version before; start again")
+        self._trainer.load_adapter(version / "adapter")
+        self._round(version, meta)
+
+    def write(self, out: Path) -> list[str]:
+        """Write the checkpoint; returns its files.
+
+        Raises:
+            ConfigError: `out` cannot be written.
+        """
+        from trainer_node.export.hf_export import export_hf
+        from trainer_node.export.merged import Exporter
+
+        model = self._trainer.model
+        return export_hf(model, Exporter(model), out, shard_bytes=SHARD_BYTES)
+
+
+def _meta_of(version: Path) -> dict[str, Any]:
     try:
         meta: dict[str, Any] = json.loads((version / "meta.json").read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{version} is not a version's checkpoint: {error}") from error
-    single = {"device": device, "parallel": {}, "transport": "tcp", "numerics": "adapters"}
-    more: dict[str, Any] = {**single, "memory": "resident", "adapter": None}
-    more |= {"finetuning_type": meta["finetuning_type"], "loss_modules": ()}
-    more["value_head"] = meta.get("value_head", False)
-    if meta["finetuning_type"] == "lora":
-        more |= {"lora": meta["lora"], "adapter": str(version / "adapter")}
-    own = with_local_model(
-        TrainerConfig.model_validate(config.model_dump() | {"compile": False} | more)
-    )
-    from trainer_node.training.start import start
-
-    trainer = start(own)
-    # Late, because on a CPU Megatron can be imported only after `start`.
-    from trainer_node.export.hf_export import export_hf
-    from trainer_node.export.merged import Exporter
-    from trainer_node.state import loading
-
-    model = trainer.model
-    if meta["finetuning_type"] == "lora":
-        loading.check_base(version, meta, model)
-        model.adapters.rounding = loading.rounding_of(trainer, meta)
-    else:
-        loading.load(trainer, version, with_moments=False)
-    return export_hf(model, Exporter(model), out, shard_bytes=SHARD_BYTES)
+    return meta
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     try:
         config = read_json(given.config, TrainerConfig)
-        files = export_version(config, given.version, given.out, device=given.device)
+        files = Exporting(config, given.version, device=given.device).write(given.out)
     except SpliceError as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -72,7 +72,10 @@ class TrainStep(_Batch):
 
 
 class InitialSync(Message):
-    """Join the transfer group and publish the trainer's weights as `name@0`."""
+    """Join the transfer group and publish the trainer's weights as `name@0`.
+
+    In a run that follows another one they have that one's number.
+    """
 
     kind: Literal["InitialSync"] = "InitialSync"
     result_type: ClassVar[type[PublishResult]] = PublishResult
@@ -233,6 +236,8 @@ class Publish(Message):
     result_type: ClassVar[type[PublishResult]] = PublishResult
     refuses_pending: bool = False
     """Refuse the job while gradients are pending, such as another client's."""
+    version: int | None = Field(default=None, ge=1)
+    """The version's number, greater than all earlier ones. None: the next one."""
 
 
 Operation = (

@@ -81,6 +81,8 @@ class TrainerDetail(BaseModel):
     memory: Literal["resident", "offload", "exit"] = "resident"
     ranks: int = Field(default=1, ge=1, le=65536)
     """Its processes, each with one GPU."""
+    version: int = Field(default=0, ge=0)
+    """The number under which `InitialSync` publishes its weights."""
 
 
 class LauncherDetail(TrainerDetail):

@@ -6,7 +6,8 @@
     row                              the row's other columns
     answer, reward, finish_reason
     tool_calls                       of the answer, as OpenAI's API has them
-    turns                            [prompt ids, answer, tool calls] of each of an environment's
+    turns                            of an environment, each [shared, ids, answer, tool calls]: its
+                                     prompt is `shared` ids of the prompt before it, then `ids`
     spans                            [version, number of tokens], in order
     answer_ids, logprobs             one for each token of the answer; log-probs in nats
     at                               seconds since the epoch
@@ -21,7 +22,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def line_of(step: int, rollout: Any, part: int = 0) -> str:
         "answer": completion.text,
         "tool_calls": completion.tool_calls,
         "finish_reason": completion.finish_reason,
-        "turns": [[t.completion.prompt_ids, t.text, t.tool_calls] for t in rollout.turns],
+        "turns": _turns(rollout.turns),
         "spans": rollout.spans,
         "row": {key: value for key, value in row.items() if key not in ("prompt", "messages")},
         "answer_ids": completion.answer_ids,
@@ -57,6 +58,19 @@ def line_of(step: int, rollout: Any, part: int = 0) -> str:
         "at": round(time.time(), 3),
     }
     return json.dumps(found, default=str, ensure_ascii=False) + "\n"
+
+
+def _turns(turns: Sequence[Any]) -> list[list[Any]]:
+    """Each turn's prompt has all turns before it. Written whole, they would take as much room as
+    the square of the turns."""
+    found: list[list[Any]] = []
+    before: Sequence[int] = ()
+    for turn in turns:
+        prompt = turn.completion.prompt_ids
+        shared = len(os.path.commonprefix([list(before), list(prompt)]))
+        found.append([shared, prompt[shared:], turn.text, turn.tool_calls])
+        before = prompt
+    return found
 
 
 def row_of(step: int, rollout: Any) -> dict[str, Any]:

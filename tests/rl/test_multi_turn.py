@@ -114,6 +114,6 @@ def test_tool_calls_keep_their_structure(cluster, tmp_path):
 
     asyncio.run(all_steps(loop_of(cluster, tmp_path, play, rows=rows, steps=1)))
     kept = samples.read(tmp_path / samples.SAMPLES, 1)
-    found = [call for sample in kept for _, _, calls in sample["turns"] for call in calls]
+    found = [call for sample in kept for *_, calls in sample["turns"] for call in calls]
     assert len(found) == 6 and sorted(c["id"] for c in found) == sorted(c["id"] for c in called)
     assert all(c["type"] == "function" and c["function"]["name"] == "add" for c in found)

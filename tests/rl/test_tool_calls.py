@@ -71,7 +71,11 @@ def test_nothing_is_lost_on_the_way_to_samples_and_tables() -> None:
     )
     line = json.loads(samples.line_of(1, rollout))
     assert line["tool_calls"] == [*CALLS, *CALLS]
-    assert [calls for _, _, calls in line["turns"]] == [CALLS, CALLS]
+    assert [calls for *_, calls in line["turns"]] == [CALLS, CALLS]
+    (none, ids, *_), (shared, rest, *_) = line["turns"]
+    assert none == 0 and ids == list(first.completion.prompt_ids)
+    assert ids[:shared] + rest == list(second.completion.prompt_ids)
+    assert shared == len(ids), "a prompt has the earlier one, which is not written again"
     assert line["prompt"][1]["tool_calls"] == CALLS
     assert json.loads(samples.row_of(1, rollout)["tool_calls"]) == [*CALLS, *CALLS]
     shown = browse.answer_of(line)

@@ -19,6 +19,7 @@ is written whole or not at all, except where a power cut ends it; readers leave 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import time
@@ -67,7 +68,8 @@ def _turns(turns: Sequence[Any]) -> list[list[Any]]:
     before: Sequence[int] = ()
     for turn in turns:
         prompt = turn.completion.prompt_ids
-        shared = len(os.path.commonprefix([list(before), list(prompt)]))
+        pairs = zip(before, prompt, strict=False)
+        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         found.append([shared, prompt[shared:], turn.text, turn.tool_calls])
         before = prompt
     return found

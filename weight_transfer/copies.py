@@ -46,18 +46,24 @@ class PreparedCopy:
             for launch in self._launches:
                 launch(buffer_B)
             return
-        by_dtype: dict[torch.dtype, list[Part]] = {}
-        for part in self._parts:
-            by_dtype.setdefault(part.target.dtype, []).append(part)
-        for dtype, parts in by_dtype.items():
+        for dtype, parts in self._by_dtype().items():
             flat = elements_of(buffer_B, dtype)
             sources = [p.source_in(flat) for p in parts]
             torch._foreach_copy_([p.target for p in parts], sources)
 
     def read(self, buffer_B: torch.Tensor) -> None:
         """Copy every target back to its part of the buffer, on the current stream."""
+        for dtype, parts in self._by_dtype().items():
+            flat = elements_of(buffer_B, dtype)
+            torch._foreach_copy_([p.source_in(flat) for p in parts], [p.target for p in parts])
+
+    def _by_dtype(self) -> dict[torch.dtype, list[Part]]:
+        """The parts ordered by dtype, because only lists of one dtype are copied in few
+        launches."""
+        found: dict[torch.dtype, list[Part]] = {}
         for part in self._parts:
-            part.source_in(elements_of(buffer_B, part.target.dtype)).copy_(part.target)
+            found.setdefault(part.target.dtype, []).append(part)
+        return found
 
 
 def elements_of(buffer_B: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,9 @@ neighbouring floats: the next larger value is one step away, whatever its expone
 small update are -1 or 1. A step or a gap takes a symbol, and Huffman's code (zlib's) shortens the
 symbols. Where gaps are long, their lower bytes are apart, because no code can shorten those.
 
-Axes: B = bytes, C = changed words, W = words.
+Symbols are made and read on the buffer's device, and shortened on the host by several threads.
+
+Axes: B = bytes, C = changed words, S = symbols, W = words.
 """
 
 from __future__ import annotations
@@ -19,11 +21,9 @@ import itertools
 import os
 import struct
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from orchestrator.errors import TransferError
@@ -40,7 +40,6 @@ _HEAD = struct.Struct("<4sBB6Q")
 each stream."""
 _MAGIC = b"spd1"
 _WORDS = {1: torch.int8, 2: torch.int16}
-_Bytes = npt.NDArray[np.uint8]
 
 
 def encode(old_B: torch.Tensor, new_B: torch.Tensor, *, word_bytes: int) -> tuple[bytes, int]:
@@ -58,16 +57,18 @@ def encode(old_B: torch.Tensor, new_B: torch.Tensor, *, word_bytes: int) -> tupl
     mean = old_W.numel() / count
     low_bytes = 0 if mean < LONG_GAP else 1 if mean < VERY_LONG_GAP else 2
     gaps_C = torch.diff(at_C, prepend=at_C.new_tensor([-1])) - 1
+    low = [(gaps_C >> 8 * n & 255).to(torch.uint8) for n in range(low_bytes)]
+    gaps_S = _runs(gaps_C >> 8 * low_bytes)
     steps_C = (_ordered(new_W[at_C]) - _ordered(old_W[at_C])).to(_WORDS[word_bytes]).int()
-    steps_C = torch.where(steps_C > 0, 2 * steps_C - 2, -2 * steps_C - 1)  # 1, -1, 2, -2, ...
-    host_C = gaps_C.cpu().numpy().astype("<i8")
-    gaps = _runs(host_C >> 8 * low_bytes)
-    low = host_C.view(np.uint8).reshape(-1, 8)[:, :low_bytes]
-    codes_C = steps_C.cpu().numpy()
-    long_steps = codes_C[codes_C >= ESCAPE].astype("<u2").tobytes()
-    steps = np.minimum(codes_C, ESCAPE).astype(np.uint8)
-    streams = (_pack(gaps), low.tobytes(), _pack(steps), long_steps)
-    head = _HEAD.pack(_MAGIC, word_bytes, low_bytes, count, len(gaps), *map(len, streams))
+    codes_C = torch.where(steps_C > 0, 2 * steps_C - 2, -2 * steps_C - 1)  # 1, -1, 2, -2, ...
+    long_steps = codes_C[codes_C >= ESCAPE].cpu().numpy().astype("<u2")
+    streams = (
+        _pack(gaps_S),
+        torch.stack(low, 1).cpu().numpy().tobytes() if low else b"",
+        _pack(codes_C.clamp(max=ESCAPE).to(torch.uint8)),
+        long_steps.tobytes(),
+    )
+    head = _HEAD.pack(_MAGIC, word_bytes, low_bytes, count, len(gaps_S), *map(len, streams))
     return b"".join((head, *streams)), count
 
 
@@ -92,26 +93,28 @@ def _apply(code: memoryview, buffer_B: torch.Tensor) -> int:
     magic, word_bytes, low_bytes, count, num_gaps, *sizes = _HEAD.unpack_from(code)
     if magic != _MAGIC or low_bytes > 2 or len(code) != _HEAD.size + sum(sizes):
         raise ValueError("its head does not fit its streams")
-    words_W = buffer_B.view(_WORDS[word_bytes])
+    words_W, device = buffer_B.view(_WORDS[word_bytes]), buffer_B.device
     most = words_W.numel()
     if not 0 < count <= most or not count <= num_gaps <= count + most // ESCAPE:
         raise ValueError(f"it has {count:,} changes for {most:,} words")
     ends = itertools.accumulate(sizes, initial=_HEAD.size)
     gaps, low, steps, long_steps = (code[b:e] for b, e in itertools.pairwise(ends))
-    gaps_C = _lengths(_unpack(gaps, num_gaps), count)
-    for low_C in reversed(np.frombuffer(low, np.uint8).reshape(count, low_bytes).T):
-        gaps_C = gaps_C << 8 | low_C
-    at_C = np.cumsum(gaps_C + 1) - 1
-    if at_C[-1] >= most:
+    gaps_C = _lengths(_unpack(gaps, num_gaps).to(device), count)
+    low_bytes_C = np.frombuffer(low, np.uint8).reshape(count, low_bytes)
+    for n in reversed(range(low_bytes)):
+        gaps_C = gaps_C << 8 | torch.from_numpy(low_bytes_C[:, n].copy()).to(device)
+    at_C = torch.cumsum(gaps_C + 1, 0) - 1
+    if int(at_C[-1]) >= most:
         raise ValueError("a change is outside the buffer")
-    codes_C = _unpack(steps, count).astype(np.int32)
-    codes_C[codes_C == ESCAPE] = np.frombuffer(long_steps, "<u2")
-    steps_C = np.where(codes_C & 1, -(codes_C + 1) // 2, codes_C // 2 + 1)
-    there_C = torch.from_numpy(at_C).to(words_W.device)
-    moved_C = (_ordered(words_W[there_C]) + torch.from_numpy(steps_C).to(words_W.device)).to(
-        words_W.dtype
-    )
-    words_W[there_C] = _ordered(moved_C).to(words_W.dtype)
+    codes_C = _unpack(steps, count).to(device).int()
+    escaped = codes_C == ESCAPE
+    long_codes = torch.from_numpy(np.frombuffer(long_steps, "<u2").astype(np.int32)).to(device)
+    if int(escaped.sum()) != len(long_codes):
+        raise ValueError("its escaped steps are not as many as its escapes")
+    codes_C[escaped] = long_codes
+    steps_C = torch.where(codes_C & 1 > 0, -(codes_C + 1 >> 1), (codes_C >> 1) + 1)
+    moved_C = (_ordered(words_W[at_C]) + steps_C).to(words_W.dtype)
+    words_W[at_C] = _ordered(moved_C).to(words_W.dtype)
     return int(count)
 
 
@@ -124,39 +127,34 @@ def _ordered(words: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------ streams
 
 
-def _runs(lengths_C: npt.NDArray[np.int64]) -> _Bytes:
+def _runs(lengths_C: torch.Tensor) -> torch.Tensor:
     """A length as ESCAPE as often as it contains it, then the rest."""
-    escapes_C, rest_C = np.divmod(lengths_C, ESCAPE)
-    ends_C = np.cumsum(escapes_C + 1)
-    symbols = np.full(ends_C[-1], ESCAPE, np.uint8)
-    symbols[ends_C - 1] = rest_C
-    return symbols
+    ends_C = torch.cumsum(torch.div(lengths_C, ESCAPE, rounding_mode="floor") + 1, 0)
+    symbols_S = lengths_C.new_full((int(ends_C[-1]),), ESCAPE, dtype=torch.uint8)
+    symbols_S[ends_C - 1] = (lengths_C % ESCAPE).to(torch.uint8)
+    return symbols_S
 
 
-def _lengths(symbols: _Bytes, count: int) -> npt.NDArray[np.int64]:
+def _lengths(symbols_S: torch.Tensor, count: int) -> torch.Tensor:
     """Undo `_runs`."""
-    ends_C = np.flatnonzero(symbols != ESCAPE)
-    if len(ends_C) != count or ends_C[-1] + 1 != len(symbols):
+    ends_C = (symbols_S != ESCAPE).nonzero().view(-1)
+    if len(ends_C) != count or int(ends_C[-1]) + 1 != len(symbols_S):
         raise ValueError("its gaps are not as many as its changes")
-    return np.asarray(ESCAPE * (np.diff(ends_C, prepend=-1) - 1) + symbols[ends_C], np.int64)
+    return ESCAPE * (torch.diff(ends_C, prepend=ends_C.new_tensor([-1])) - 1) + symbols_S[ends_C]
 
 
-def _pack(symbols: _Bytes) -> bytes:
+def _pack(symbols_S: torch.Tensor) -> bytes:
     """Compress symbols segment by segment: their sizes (uint32), then the segments."""
-    segments = list(_threads().map(_compress, _segments(symbols)))
+    segments = list(_threads().map(_compress, symbols_S.cpu().split(SEGMENT)))
     return b"".join((np.array([len(s) for s in segments], "<u4").tobytes(), *segments))
 
 
-def _segments(symbols: _Bytes) -> Iterator[_Bytes]:
-    return (symbols[at : at + SEGMENT] for at in range(0, len(symbols), SEGMENT))
-
-
-def _compress(symbols: _Bytes) -> bytes:
+def _compress(symbols_S: torch.Tensor) -> bytes:
     packer = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
-    return packer.compress(symbols.data) + packer.flush()
+    return packer.compress(symbols_S.numpy().data) + packer.flush()
 
 
-def _unpack(packed: memoryview, count: int) -> _Bytes:
+def _unpack(packed: memoryview, count: int) -> torch.Tensor:
     """Undo `_pack` of `count` symbols."""
     num_segments = -(-count // SEGMENT)
     sizes = np.frombuffer(packed[: 4 * num_segments], "<u4").tolist()
@@ -165,15 +163,14 @@ def _unpack(packed: memoryview, count: int) -> _Bytes:
         raise ValueError("its segments do not fit their sizes")
     counts = [min(SEGMENT, count - n * SEGMENT) for n in range(num_segments)]
     pieces = [packed[begin:end] for begin, end in itertools.pairwise(ends)]
-    return np.concatenate(list(_threads().map(_decompress, pieces, counts)))
+    return torch.cat(list(_threads().map(_decompress, pieces, counts)))
 
 
-def _decompress(packed: memoryview, count: int) -> _Bytes:
-    unpacker = zlib.decompressobj(-15)
-    symbols = np.frombuffer(unpacker.decompress(packed, count), np.uint8)
-    if symbols.size != count:
-        raise ValueError(f"a segment has {symbols.size:,} symbols instead of {count:,}")
-    return symbols
+def _decompress(packed: memoryview, count: int) -> torch.Tensor:
+    symbols = bytearray(zlib.decompressobj(-15).decompress(packed, count))
+    if len(symbols) != count:
+        raise ValueError(f"a segment has {len(symbols):,} symbols instead of {count:,}")
+    return torch.frombuffer(symbols, dtype=torch.uint8)
 
 
 @functools.cache

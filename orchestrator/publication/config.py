@@ -42,6 +42,7 @@ class PublicationConfig(Settings):
 
     shadow: the bytes arrive next to the live tensors while generation continues, and are swapped in
     once verified. An update that does not fit arrives in place, and the result says why.
+    Changed elements (`send`) arrive so in either mode.
     """
     shadow_bytes: int = Field(default=4 * 2**30, ge=1)
     """Most bytes that shadow mode may use next to the model on each inference worker."""

@@ -166,8 +166,11 @@ class Publication:
             self.result.seconds["encode"] = time.monotonic() - began
 
     async def _makes_no_room(self) -> bool:
-        """Make room for shadow mode. True: there is none, or none is wanted, so move in place."""
-        if self.config.mode == "in_place":
+        """Make room for shadow mode. True: there is none, or none is wanted, so move in place.
+
+        Changed elements always want it: they wait in host memory, and few bytes do.
+        """
+        if self.config.mode == "in_place" and self.wire.encoded is None:
             return True
         answers = await self.members.ask_all(
             self.replicas,

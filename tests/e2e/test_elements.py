@@ -47,7 +47,8 @@ def run_file(
         model=model,
         run_dir=folder / "run",
         dtype="bfloat16",
-        publication={"mode": mode, "send": "elements"},
+        # Elements come next to the live tensors, if they fit.
+        publication={"send": "elements", "shadow_bytes": 2**30 if mode == "shadow" else 1},
         trainer={"python": TRAINER_PYTHON, "parallel": parallel or {}, **trainer},
         inference={
             "python": INFERENCE_PYTHON,

@@ -16,15 +16,30 @@ from tests.orchestrator.run import Run
 from tests.orchestrator.virtual import MemoryJournal
 
 
-@pytest.fixture(params=["in_place", "shadow"])
-def run(request, tmp_path):
-    with Run(tmp_path, send="elements", mode=request.param) as run:
+@pytest.fixture(params=[True, False])
+def has_room(request):
+    """Whether a replica has room next to its live numbers. Without it, elements come in place."""
+    return request.param
+
+
+@pytest.fixture
+def run(has_room, tmp_path):
+    with Run(tmp_path, send="elements", mode="in_place") as run:
+        original = run.replica
+
+        def replica(trainer, index=0):
+            node = original(trainer, index)
+            node.why_not = None if has_room else "no room"
+            return node
+
+        run.replica = replica
         yield run
 
 
-def test_only_elements_travel_and_the_report_says_so(run):
+def test_only_elements_travel_and_the_report_says_so(run, has_room):
     trainer, (replica,) = start(run)
     first = train(run)
+    assert first.mode == ("shadow" if has_room else "in_place")
     assert (first.sent, first.bytes_sent, first.changed_elements) == ("elements", 8, 1)
     assert (first.num_tensors, first.num_verified) == (2, 2)
     assert first.why_sent == "publication.send is 'elements'" and "encode" in first.seconds
@@ -38,10 +53,9 @@ def test_only_elements_travel_and_the_report_says_so(run):
     assert [m.base_version for m in asked] == [0, 1, 2]
 
 
-def test_after_a_wrong_digest_everything_is_sent(run):
+def test_after_a_wrong_digest_everything_is_sent(run, has_room):
     _, (replica,) = start(run)
-    replica.flip_swap = True
-    replica.flip = run.config.publication.mode == "in_place"
+    replica.flip_swap, replica.flip = has_room, not has_room
     result = train(run)
     assert (result.attempts, result.sent) == (2, "full")
     assert replica.served[-1] == (1, [10, 21, 30])

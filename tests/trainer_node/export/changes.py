@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from orchestrator.protocol.config import LoraConfig
+from orchestrator.protocol.messages import Manifest
 from tests.trainer_node.export.wire_orders import shuffled_order, vllm_order
 from tests.trainer_node.worker import make_trainer, random_adapters
 from trainer_node.adapters.rounding import Rounding
@@ -26,6 +27,7 @@ from weight_transfer.layout import views_of
 
 EVERYTHING = 1 << 40
 STEP = 3e-5
+STEPS = 100
 
 
 def main() -> None:
@@ -33,6 +35,7 @@ def main() -> None:
         for dtype in ("bfloat16", "float32"):
             check(model, dtype)
     check_kept_buffers(Path(sys.argv[1]))
+    check_many_steps(Path(sys.argv[1]))
 
 
 def check(model: Path, dtype: str) -> None:
@@ -46,16 +49,7 @@ def check(model: Path, dtype: str) -> None:
         (manifest, vllm_order(names)),
         (part, shuffled_order(len(part.tensors), 3, seed=1)),
     ):
-        export = WireExport(trainer.model, sent, order)
-        layout = Layout(
-            export=export,
-            steps=None,
-            manifest=sent,
-            order=order,
-            unsigned=frozenset(),
-            unread=frozenset(),
-            device=torch.device("cpu"),
-        )
+        layout = of_chunks(trainer, sent, order)
         live = filled(layout)
         for version in (0, 1):
             published.remember(version, None)
@@ -86,15 +80,7 @@ def check_kept_buffers(model: Path) -> None:
     trainer = make_trainer(model, 1, 1, 1, dtype="bfloat16", finetuning_type="full")
     manifest = Exporter(trainer.model).manifest()
     order = vllm_order([spec.name for spec in manifest.tensors])
-    layout = Layout(
-        export=WireExport(trainer.model, manifest, order),
-        steps=None,
-        manifest=manifest,
-        order=order,
-        unsigned=frozenset(),
-        unread=frozenset(),
-        device=torch.device("cpu"),
-    )
+    layout = of_chunks(trainer, manifest, order)
     short = Published(trainer.model, most_bytes=manifest.nbytes - 1)
     why = short.why_not(0, layout)
     assert not short.keeps(layout) and why is not None and "trainer.remember_bytes" in why
@@ -116,6 +102,42 @@ def check_kept_buffers(model: Path) -> None:
     published.remember(2, None)
     assert published.why_not(2, layout) is not None
     trainer.model.close()
+
+
+def check_many_steps(model: Path) -> None:
+    """What is live is only ever changed by codes, and in the end has every byte of the trainer."""
+    trainer = make_trainer(model, 1, 1, 1, dtype="bfloat16", lora=LoraConfig(rank=4, alpha=6))
+    random_adapters(trainer)
+    manifest = Exporter(trainer.model).manifest()
+    part = manifest.part(manifest.changed or ())
+    layout = of_chunks(trainer, part, shuffled_order(len(part.tensors), 3, seed=2))
+    published, live, nbytes = Published(trainer.model, most_bytes=0), filled(layout), 0
+    first = filled(layout)
+    for version in range(STEPS):
+        published.remember(version, None)
+        move(trainer, 1e-5)
+        encoded = encode(layout, published, version=version + 1, most_bytes=EVERYTHING)
+        for k, messages in enumerate(encoded.buffers):
+            assert all(m.is_code for m in messages)
+            restore(messages, live[k])
+        nbytes += encoded.nbytes
+    assert nbytes < 0.3 * STEPS * part.nbytes
+    for ours, new, old in zip(live, filled(layout), first, strict=True):
+        assert torch.equal(ours, new) and not torch.equal(ours, old)
+    trainer.model.close()
+
+
+def of_chunks(trainer: Trainer, manifest: Manifest, order: Sequence[Sequence[int]]) -> Layout:
+    """The layout of whole chunks, of which a replica can read everything."""
+    return Layout(
+        export=WireExport(trainer.model, manifest, order),
+        steps=None,
+        manifest=manifest,
+        order=order,
+        unsigned=frozenset(),
+        unread=frozenset(),
+        device=torch.device("cpu"),
+    )
 
 
 def filled(layout: Layout) -> list[torch.Tensor]:

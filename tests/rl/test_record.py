@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from orchestrator.errors import ConfigError
 from splice.cli import app
-from splice.rl import decisions, samples
+from splice.rl import decisions, samples, sinks
 from splice.rl.background import Background
 from tests.rl.stand_in import Crash, StandIn
 from tests.rl.stood_in import run_loop
@@ -265,6 +265,7 @@ def test_a_sink_that_hangs_is_left_behind(caplog):
 
 
 def test_wandb_offline(tmp_path, monkeypatch):
+    monkeypatch.setattr(sinks, "CLOSE_S", 120.0)  # its service starts slowly on a busy machine
     monkeypatch.setenv("WANDB_MODE", "offline")
     loop_steps(tmp_path, steps=2, sinks=("wandb",))
     (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")

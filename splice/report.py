@@ -376,9 +376,10 @@ def _on_what(known: Mapping[str, Any]) -> Iterable[str]:
             for role, names in known["devices"].items()
             if names
         ]
-        commit = known["commit"] and f" at commit {known['commit']}"
+        commit = known["commit"] and f"at commit {known['commit']}"
+        own = " ".join(filter(None, ("splice", known["splice"], commit)))
         parts = [f"model {known['model']}"] * bool(known["model"]) + devices
-        yield "; ".join([*parts, f"splice {known['splice']}{commit}"]) + "."
+        yield "; ".join([*parts, own]) + "."
 
 
 def _number(value: float | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import subprocess
 from collections.abc import Mapping
@@ -26,8 +27,10 @@ def facts_of_run(status: Status) -> dict[str, Any]:
         own = list(node.gpus) or [str(node.detail.get("device", ""))]
         devices.setdefault(node.role, []).extend(filter(None, own))
     model = next((str(n.detail["model"]) for n in status.nodes if "model" in n.detail), "")
-    own_version = importlib.metadata.version("splice")
-    return {"model": model, "devices": devices, "splice": own_version, "commit": _commit()}
+    version = ""  # of a checkout that is on the path and not installed
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version("splice")
+    return {"model": model, "devices": devices, "splice": version, "commit": _commit()}
 
 
 def _commit() -> str:

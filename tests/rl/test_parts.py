@@ -114,6 +114,7 @@ def test_trls_names():
 
 def test_wandb_has_the_name_and_a_table_of_samples(tmp_path, monkeypatch):
     """With the real package, which writes its files without a server."""
+    monkeypatch.setattr(sinks, "CLOSE_S", 120.0)  # its service starts slowly on a busy machine
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_NAME", "the-name-of-this-run")
     steps_of(tmp_path, parted, steps=2, sinks=("wandb",))

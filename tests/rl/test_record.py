@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import json
 import logging
 import os
@@ -18,9 +19,12 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.errors import ConfigError
+from orchestrator.protocol.messages import NodeStatus
 from splice.cli import app
-from splice.rl import decisions, samples
+from splice.report import _on_what
+from splice.rl import decisions, samples, sinks
 from splice.rl.background import Background
+from splice.rl.record import facts_of_run
 from tests.rl.stand_in import Crash, StandIn
 from tests.rl.stood_in import run_loop
 
@@ -264,7 +268,19 @@ def test_a_sink_that_hangs_is_left_behind(caplog):
     assert "slow: 2 writes are lost, because they took more than 0 s" in caplog.text
 
 
+def test_a_checkout_that_is_not_installed(monkeypatch):
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    node = NodeStatus(node_id="trainer", role="trainer", state="ready", gpus=("H200", "H200"))
+    found = facts_of_run(StandIn().status().model_copy(update={"nodes": (node,)}))
+    assert found["splice"] == "" and found["devices"] == {"trainer": ["H200", "H200"]}
+    assert next(iter(_on_what(found))).startswith("trainer on 2 x H200; splice at commit ")
+
+
 def test_wandb_offline(tmp_path, monkeypatch):
+    monkeypatch.setattr(sinks, "CLOSE_S", 120.0)  # its service starts slowly on a busy machine
     monkeypatch.setenv("WANDB_MODE", "offline")
     loop_steps(tmp_path, steps=2, sinks=("wandb",))
     (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")

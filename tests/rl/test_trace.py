@@ -85,6 +85,12 @@ def test_publications_and_jobs_come_from_the_journal(tmp_path, monkeypatch):
     folder = tmp_path / decisions.LOOP_DIR
     folder.mkdir()
     spans = check(traced(tmp_path))
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "profiles" / "3.json.gz").write_bytes(b"")
+    out = str(tmp_path / "trace.json")
+    assert (
+        "3.json.gz: kernels" in CliRunner().invoke(app, ["trace", str(tmp_path), "-o", out]).output
+    )
     assert {span["pid"] for span in spans} == {ORCHESTRATOR}
     names = [span["name"] for span in spans]
     assert names[:4] == [

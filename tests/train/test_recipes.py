@@ -10,6 +10,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from splice import run_cli
@@ -79,6 +80,13 @@ def test_the_page_has_every_recipe() -> None:
     for name in recipes.names():
         recipe = recipes.read(name)
         assert f"| `{name}` | {recipe.about} | {recipe.model} | {recipe.ran} |" in page
+
+
+def test_the_skypilot_file_names_a_recipe() -> None:
+    task = yaml.safe_load((ROOT / "examples/skypilot.yaml").read_text())
+    assert task["envs"]["RECIPE"] in recipes.names()
+    assert "envs-cuda:" in (ROOT / "Makefile").read_text() and "make envs-cuda" in task["setup"]
+    assert '--recipe "$RECIPE"' in task["run"] and "splice train" in task["run"]
 
 
 def test_an_unknown_recipe_and_no_model(tmp_path: Path) -> None:

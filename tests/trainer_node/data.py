@@ -47,7 +47,9 @@ def training(values: dict[str, np.ndarray] | None = None, **loss) -> tuple[dict,
     """Fields and buffers of a job that trains on these arrays."""
     values = values or arrays()
     specs = batch_specs(
-        num_sequences=len(values["sequence_lengths"]), num_tokens=len(values["tokens"])
+        num_sequences=len(values["sequence_lengths"]),
+        num_tokens=len(values["tokens"]),
+        optional=[name for name in OPTIONAL_BATCH_TENSORS if name in values],
     )
     fields = {"loss": LossSpec(**loss), "optim": OptimParams(lr=1e-2), "tensors": specs}
     return fields, [values[s.name].tobytes() for s in specs]

@@ -30,6 +30,7 @@ from orchestrator.protocol.messages import (
     OptimStep,
     SaveCheckpoint,
     TrainMerged,
+    ValueSpec,
 )
 from tests.trainer_node.data import arrays, asked, training
 from tests.trainer_node.worker import make_trainer, random_adapters
@@ -130,7 +131,10 @@ class Bench:
         self, version: int, *, folder: Path | None = None, loss: dict[str, Any] | None = None
     ) -> list[str]:
         """Each version has its own batch. Returns the warnings about saves."""
-        fields, buffers = training(arrays(version), **(loss or {}))
+        values, loss = arrays(version), loss or {}
+        if self.trainer.model.config.value_head:
+            values, loss = values | {"rewards": values["loss_mask"]}, loss | {"value": ValueSpec()}
+        fields, buffers = training(values, **loss)
         folder = (folder or self.out) / str(version)
         result = self.ask(
             TrainMerged,
@@ -581,14 +585,15 @@ def main() -> None:
     sys.addaudithook(FAULTS.hook)
     BulkWriter._put = staticmethod(put)  # type: ignore[method-assign,assignment]
     generations.Disk.flush = flush  # type: ignore[method-assign]
-    options = {"finetuning_type": "full"} if "full" in what else {}
+    options: dict[str, Any] = {"finetuning_type": "full"} if "full" in what else {}
+    options |= {"value_head": True} if "valued" in what else {}
     trainer = make_trainer(model, *map(int, sys.argv[3:6]), **options)
     if not trainer.model.trains_all:
         random_adapters(trainer)
     bench = Bench(trainer, out)
     known = references(bench)
     dist.barrier()
-    for name in (w for w in what if w != "full"):
+    for name in (w for w in what if w not in ("full", "valued")):
         for check in CHECKS[name]:
             check(bench, known)
     trainer.model.close()

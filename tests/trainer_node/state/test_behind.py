@@ -43,6 +43,11 @@ def test_all_parameters(what: str, models, torchrun, tmp_path: Path) -> None:
     torchrun(2, "state.behind", tmp_path, models["dense_tied"], 1, 1, 1, what, "full")
 
 
+def test_a_value_head(models, torchrun, tmp_path: Path) -> None:
+    """Its weights are durable with the adapters', and its step is made again."""
+    torchrun(2, "state.behind", tmp_path, models["dense_tied"], 2, 1, 1, "lost", "valued")
+
+
 def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """All copy at once, and none sees what the others are about to take."""
     memory = psutil.virtual_memory()._replace(available=1000)

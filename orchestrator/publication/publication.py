@@ -98,11 +98,13 @@ class Publication:
         await self._plan()
         self.result.seconds["plan"] = time.monotonic() - started_s
         self._step(State.DURABLE, checkpoint_dir=self.checkpoint_dir)
+        moved_s = time.monotonic()
         if await self._makes_no_room():
             await self._move_in_place()
         else:
             await self._move_beside()
             await self._swap()
+        self.elements.note(self.wire, time.monotonic() - moved_s)
         if self._has_canary:
             await self._check_canary()
         # A server that restarts from here on holds nothing.
@@ -293,9 +295,7 @@ class Publication:
             remember=self.elements.remembers(self.wire),
         )
         sending = self.members.ask("trainer", send, phase="sending")
-        began = time.monotonic()
         self.sent, *received = await all_or_first_error([sending, *receives], on_error=self._abort)
-        self.elements.note(self.wire, time.monotonic() - began)
         return dict(zip(self.replicas, received, strict=True))
 
     async def _abort(self, why: str) -> None:

@@ -84,8 +84,9 @@ def answer_of(sample: dict[str, Any]) -> str:
 
 
 def _with_calls(text: Any, of: dict[str, Any]) -> str:
-    calls = [call["function"] for call in of.get("tool_calls") or ()]  # older samples lack them
-    lines = [f"{call['name']}({call['arguments']})" for call in calls]
+    # Older samples lack them, and a row's messages may have them in another form.
+    calls = [call.get("function", call) for call in of.get("tool_calls") or ()]
+    lines = [f"{call.get('name')}({call.get('arguments')})" for call in calls]
     return "\n".join([*[str(text)] * bool(text or not lines), *lines])
 
 

@@ -122,7 +122,7 @@ def _sum(parts: Parts, scores: Sequence[Any]) -> float:
         try:
             value, counted = as_reward(given), counted + 1
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{_name(function)}: {error}") from error
+            raise ValueError(f"{_name(function)}: {error}") from error
         total += weight * value
         own = parts_of(value) or {_name(function): float(value)}
         for name, part in own.items():

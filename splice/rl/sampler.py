@@ -438,8 +438,8 @@ class _Made:
         new = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
         call = self.tool_calls.setdefault(part["index"], new)
         call["id"] = call["id"] or part.get("id") or ""
-        for name, text in (part.get("function") or {}).items():
-            call["function"][name] += text or ""
+        for name in call["function"]:
+            call["function"][name] += (part.get("function") or {}).get(name) or ""
 
     def _span(self, version: int, count: int) -> None:
         if self.spans and self.spans[-1][0] == version:

@@ -9,12 +9,13 @@ from pydantic import BaseModel, ValidationError
 
 from orchestrator.protocol.messages import hints
 from orchestrator.protocol.messages.mistakes import _model_in, config_error
-from splice import ConfigError, KlSpec, LossSpec, OptimParams
+from splice import ConfigError, KlSpec, LossSpec, OptimParams, ValueSpec
 from splice.client.run_file import RunFile, build
 from splice.rl import LoopConfig, SamplingConfig
 from splice.train.sections import TrainFile
 
-CLASSES = {c.__name__: c for c in (OptimParams, LossSpec, KlSpec, LoopConfig, SamplingConfig)}
+_CLASSES = (OptimParams, LossSpec, KlSpec, ValueSpec, LoopConfig, SamplingConfig)
+CLASSES = {c.__name__: c for c in _CLASSES}
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,7 @@ CLASSES = {c.__name__: c for c in (OptimParams, LossSpec, KlSpec, LoopConfig, Sa
         (OptimParams, {"betas": (0.9, 0.95)}, "has it as 'beta1' and beta2"),
         (OptimParams, {"lr": 0}, "^OptimParams: lr: should be greater than 0; got 0$"),
         (LossSpec, {"beta": 0.1}, r"KlSpec\(coefficient=...\), given as LossSpec\(kl=KlSpec"),
+        (LossSpec, {"value": {"gae_lambda": 0.9}}, "has it as 'lam'"),
         (LossSpec, {"epsilon": 0.2}, "has it as 'clip_low' and clip_high"),
         (LossSpec, {"name": "Grpo"}, "name: got 'Grpo'; it must match"),
         (LossSpec, {"kl": {"coef": 1}}, "kl.coef: unknown key; did you mean 'coefficient'"),

@@ -260,6 +260,10 @@ class Store:
             count, at = count + 1, link.base
         return count
 
+    def has(self, version: Version) -> bool:
+        """Whether the link of this version is still the one that it was written with."""
+        return _sha256(self._signed(version.number)[0].encode()) == version.link_sha256
+
     def versions(self) -> list[int]:
         """The versions that have a link, ascending. A server of plain HTTP cannot list them."""
         try:

@@ -301,6 +301,8 @@ class Store:
                 made.append(folder)
                 for file in link.files:
                     self._fetch_file(link, file, folder, None if step is None else step.folder)
+                for before in made[:-1]:  # each takes the disk of a whole model
+                    shutil.rmtree(before, ignore_errors=True)
                 step = Version(
                     folder=folder, name=link.name, number=link.version, link_sha256=sha256
                 )

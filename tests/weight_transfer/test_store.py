@@ -177,6 +177,19 @@ def test_readers_follow_over_http(store, tmp_path):
         server.shutdown()
 
 
+def test_a_long_chain_takes_the_disk_of_two_versions(store, tmp_path, monkeypatch):
+    folders = published(store, tmp_path / "made", versions=6)
+    seen, original = [], store._fetch_file
+
+    def counted(*given) -> None:
+        seen.append(len(list(tmp_path.glob("*.part"))))
+        original(*given)
+
+    monkeypatch.setattr(store, "_fetch_file", counted)
+    assert same(store.fetch(5, tmp_path / "5", have=None, public_key=PUBLIC).folder, folders[5])
+    assert max(seen) == 2
+
+
 class _Unavailable(SimpleHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_error(503)

@@ -6,7 +6,6 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 from safetensors.torch import save_file
 

@@ -295,7 +295,9 @@ class Publication:
         sending = self.members.ask("trainer", send, phase="sending")
         began = time.monotonic()
         self.sent, *received = await all_or_first_error([sending, *receives], on_error=self._abort)
-        self.elements.note(self.wire, time.monotonic() - began)
+        # Requests that were let end first say nothing of the link.
+        drained_s = seconds_of(received, {}).get("pause", 0.0)
+        self.elements.note(self.wire, time.monotonic() - began - drained_s)
         return dict(zip(self.replicas, received, strict=True))
 
     async def _abort(self, why: str) -> None:

@@ -245,4 +245,7 @@ def test_what_cannot_be_read_is_remembered_until_everything_is_sent_again(ledger
     assert ledger.unread == {"packed"}
     assert committed(1, is_full=False, unread=None) == {"packed"}
     assert committed(2, is_full=False, unread=["more"]) == {"packed", "more"}
+    assert committed(2, is_full=True, unread=[]) == {"packed", "more"}, (
+        "only a late replica took it"
+    )
     assert committed(3, is_full=True, unread=[]) == set()

@@ -163,6 +163,7 @@ class Follower:
 
         Raises:
             StoreError: the store has something wrong.
+            ConfigError: it is another run's.
         """
         into = self._folder / "fetched" / str(number)
         if (version := Version.read(into)) is not None:
@@ -171,7 +172,8 @@ class Follower:
         shutil.rmtree(into, ignore_errors=True)
         version = self._store.fetch(number, into, have=have, public_key=self._follow.key)
         if version.name != (self._follow.name or version.name):
-            raise StoreError(f"{self._store.url} has versions of {version.name}")
+            wanted = f"not of {self._follow.name} (trainer.follow.name)"
+            raise ConfigError(f"{self._store.url} has versions of {version.name}, {wanted}")
         version.write()
         log.info("fetched %s@%d in %.1f s", version.name, number, time.monotonic() - began_s)
         return version

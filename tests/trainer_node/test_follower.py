@@ -6,10 +6,11 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
-from orchestrator.errors import JobFailed
+from orchestrator.errors import ConfigError, JobFailed
 from orchestrator.protocol.config import FollowConfig, TrainerConfig
 from trainer_node.follower import Follower
 from weight_transfer.store import ORIGIN, Store, Version, new_keys
@@ -93,3 +94,17 @@ def test_what_a_change_is_of_may_have_been_deleted(tmp_path):
     for path in one.weights.version.folder.iterdir():
         path.unlink()
     assert watched(one, (1, "idle"), (2, "idle"))[-1] == ("Publish", 2)
+
+
+def test_a_run_that_follows_has_one_process_that_stays():
+    follow = {"store": "s3://bucket", "key": PUBLIC}
+    for own, name in (({"parallel": {"tensor": 2}}, "parallel"), ({"memory": "exit"}, "memory")):
+        with pytest.raises(ValueError, match=f"trainer.follow does not go with {name}"):
+            TrainerConfig(model="x", follow=follow, **own)
+
+
+def test_another_runs_store_ends_the_follower_at_once(tmp_path):
+    put(tmp_path, 1)
+    follow = FollowConfig(store=str(tmp_path / "store"), key=PUBLIC, name="other")
+    with pytest.raises(ConfigError, match="has versions of m, not of other"):
+        Follower(TrainerConfig(model="x", device="cpu", follow=follow), follow, tmp_path / "run")

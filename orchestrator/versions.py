@@ -85,7 +85,8 @@ class Versions:
                 )
             raise ConfigError(f"{now}; InitialSync comes once, first")
         replicas = await self._replicas(job)
-        first = self._router.peers["trainer"].detail.get("version", 0)
+        trainer = self._router.peers.get("trainer")  # none yet, if its processes end between jobs
+        first = 0 if trainer is None else trainer.detail.get("version", 0)
         version = int(noted.get("version", first))
         if "made" not in noted:
             self._publisher.forget_unserved(version)
@@ -138,7 +139,11 @@ class Versions:
             raise ConfigError("no version is served yet; submit InitialSync first")
 
     def _refuse_old(self, wanted: int | None) -> None:
-        newest = max(self._trainer.memory.version, self._journal.committed_version() or 0)
+        trainer = self._router.peers.get("trainer")
+        # A number of a followed run is one content, so a publication that failed may be repeated.
+        follows = trainer is not None and "follows" in trainer.detail
+        made = 0 if follows else self._trainer.memory.version
+        newest = max(made, self._journal.committed_version() or 0)
         if wanted is not None and wanted <= newest:
             raise ConfigError(
                 f"version {wanted} cannot be published: this run has made {newest}, and versions "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from statistics import fmean, pstdev
@@ -44,7 +45,9 @@ def verdict(title: str, values: Mapping[int, float]) -> str:
     Args:
         values: step -> number.
     """
-    numbers = [value for _, value in sorted(values.items())]
+    numbers = [value for _, value in sorted(values.items()) if math.isfinite(value)]
+    if not numbers:
+        return "Not finite."
     if len(numbers) < FEWEST:
         return f"{number(numbers[-1])} at last; a trend needs {FEWEST} steps."
     size = max(2, len(numbers) // 5)
@@ -59,6 +62,8 @@ def verdict(title: str, values: Mapping[int, float]) -> str:
     median = sorted(numbers)[len(numbers) // 2]
     if title == "Gradient norm" and max(numbers) > 10 * median:
         note = f"one step had {number(max(numbers))}"
+    if len(numbers) < len(values):
+        note = f"{len(values) - len(numbers)} of {len(values)} are not finite"
     return f"{found}; {note}." if note else f"{found}."
 
 

@@ -28,6 +28,7 @@ import torch
 
 from orchestrator.errors import (
     ConfigError,
+    JobFailed,
     ManifestError,
     NodeLost,
     SpliceError,
@@ -53,6 +54,7 @@ from orchestrator.protocol.messages import (
     Publish,
     Ready,
     ReleaseMemory,
+    Resync,
     SaveCheckpoint,
     SendWeights,
     Status,
@@ -73,6 +75,8 @@ from weight_transfer.store import Store, StoreError, Version
 log = logging.getLogger("splice.follower")
 COMPLETE = "COMPLETE"
 RECV_S, STATUS_S, JOB_S = 1.0, 60.0, 3600.0
+MOST_WAIT_S = 600.0
+"""Longest wait between two publications that fail."""
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}
 
 
@@ -145,7 +149,8 @@ class Follower:
     def _first(self) -> Version:
         """The newest version that is here, or the store's newest."""
         here = [*self._folder.glob("versions/*"), *self._folder.glob("fetched/*")]
-        found = [version for path in here if (version := Version.read(path)) is not None]
+        whole = [path for path in here if path.name.isdigit()]  # 7.part is being written
+        found = [version for path in whole if (version := Version.read(path)) is not None]
         if found:
             return max(found, key=lambda version: version.number)
         while (newest := self._store.newest()) is None:
@@ -158,6 +163,7 @@ class Follower:
 
         Raises:
             StoreError: the store has something wrong.
+            ConfigError: it is another run's.
         """
         into = self._folder / "fetched" / str(number)
         if (version := Version.read(into)) is not None:
@@ -166,7 +172,8 @@ class Follower:
         shutil.rmtree(into, ignore_errors=True)
         version = self._store.fetch(number, into, have=have, public_key=self._follow.key)
         if version.name != (self._follow.name or version.name):
-            raise StoreError(f"{self._store.url} has versions of {version.name}")
+            wanted = f"not of {self._follow.name} (trainer.follow.name)"
+            raise ConfigError(f"{self._store.url} has versions of {version.name}, {wanted}")
         version.write()
         log.info("fetched %s@%d in %.1f s", version.name, number, time.monotonic() - began_s)
         return version
@@ -350,22 +357,28 @@ class Follower:
 
     def watch(self, orchestrator: Orchestrator, stop: threading.Event) -> None:
         """Publish what is new in the store, until told to stop."""
-        said = ""
-        while not stop.wait(self._follow.poll_s):
+        said, wait_s = "", self._follow.poll_s
+        while not stop.wait(wait_s):
             try:
                 if self._look(orchestrator):
-                    said = ""
+                    said, wait_s = "", self._follow.poll_s
             except (SpliceError, TimeoutError, OSError) as error:
+                # Each attempt may pause the replicas.
+                longer_s = min(2 * wait_s, MOST_WAIT_S) if isinstance(error, JobFailed) else 0.0
+                wait_s = max(self._follow.poll_s, longer_s)
                 if str(error) != said:
                     log.error("%s; what is served stays, and the store is asked again", error)
                 said = str(error)
 
     def _look(self, orchestrator: Orchestrator) -> bool:
         """Publish the newest version, if it is newer than what is served. Returns whether."""
-        newest, served = self._store.newest(), orchestrator.served()
-        if newest is None or served is None or newest <= served:
+        newest, status = self._store.newest(), orchestrator.status()
+        if status.version is None and status.publication == "poisoned":
+            orchestrator.run(Resync())
             return False
-        version = self.fetch(newest, have=self.weights.version)
+        if newest is None or status.version is None or newest <= status.version:
+            return False
+        version = self.fetch(newest, have=Version.read(self.weights.version.folder))
         orchestrator.run(LoadCheckpoint(checkpoint_dir=str(version.folder.absolute())))
         orchestrator.run(Publish(version=newest))
         log.info("serving %s@%d", version.name, newest)
@@ -381,14 +394,14 @@ class Orchestrator:
     def __init__(self, link: NodeLink) -> None:
         self._link = link
 
-    def served(self) -> int | None:
-        """The served version."""
+    def status(self) -> Status:
+        """What is served, among others."""
         self._link.send(GetStatus())
         status = self._wait(lambda m: isinstance(m, Status), STATUS_S, again=GetStatus())
         assert isinstance(status, Status)
-        return status.version
+        return status
 
-    def run(self, job: LoadCheckpoint | Publish) -> None:
+    def run(self, job: LoadCheckpoint | Publish | Resync) -> None:
         """Run a job.
 
         Raises:

@@ -396,7 +396,9 @@ class Publication:
                 )
         if encoded is None:
             with self._lockstep.agree():
-                return Outcome()
+                pass
+            self._trainer.steps_since_sent = 0
+            return Outcome()
         request.progress("sending", version=message.version)
         report = self._transfer.send_changes(
             chunks, encoded, deadline=deadline, agreement=self._lockstep.agree()

@@ -22,6 +22,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,16 +216,16 @@ class Store:
             if len(code) < len(body):
                 body, is_code = code, True
         part = _sha256(body)
-        if not self._fs.exists(self._path(_part_path(part))):
+        if not self._ask(self._fs.exists, self._path(_part_path(part))):
             self._write(_part_path(part), body)
         return Piece(part=part, is_code=is_code)
 
     def _write(self, path: str, body: bytes) -> None:
         """Write a file whole or not at all: an object store does so by itself."""
         whole = self._path(path)
-        self._fs.makedirs(whole.rpartition("/")[0], exist_ok=True)
+        self._ask(self._fs.makedirs, whole.rpartition("/")[0], exist_ok=True)
         if not self._is_local:
-            self._fs.pipe_file(whole, body)
+            self._ask(self._fs.pipe_file, whole, body)
             return
         part = Path(f"{whole}.{os.getpid()}.new")
         part.write_bytes(body)
@@ -242,11 +243,11 @@ class Store:
                 at = links[at].base
         gone = [number for number in numbers if number not in needed]
         for number in gone:
-            self._fs.rm_file(self._path(_link_path(number)))
+            self._ask(self._fs.rm_file, self._path(_link_path(number)))
         parts = {p.part for n in needed for f in links[n].files for p in f.pieces}
-        for path in self._fs.find(self._path("parts")) if gone else ():
+        for path in self._ask(self._fs.find, self._path("parts")) if gone else ():
             if path.rpartition("/")[2] not in parts:
-                self._fs.rm_file(path)
+                self._ask(self._fs.rm_file, path)
         return gone
 
     def since_full(self) -> int:
@@ -259,10 +260,14 @@ class Store:
             count, at = count + 1, link.base
         return count
 
+    def has(self, version: Version) -> bool:
+        """Whether the link of this version is still the one that it was written with."""
+        return _sha256(self._signed(version.number)[0].encode()) == version.link_sha256
+
     def versions(self) -> list[int]:
         """The versions that have a link, ascending. A server of plain HTTP cannot list them."""
         try:
-            found = self._fs.ls(self._path("links"), detail=False)
+            found = self._ask(self._fs.ls, self._path("links"), detail=False)
         except FileNotFoundError:
             return []
         names = (str(path).rpartition("/")[2] for path in found)
@@ -273,7 +278,7 @@ class Store:
     def newest(self) -> int | None:
         """The newest version's number as the store says it. None: it has no version."""
         try:
-            return int(self._fs.cat_file(self._path("newest")))
+            return int(self._ask(self._fs.cat_file, self._path("newest")))
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
@@ -296,6 +301,8 @@ class Store:
                 made.append(folder)
                 for file in link.files:
                     self._fetch_file(link, file, folder, None if step is None else step.folder)
+                for before in made[:-1]:  # each takes the disk of a whole model
+                    shutil.rmtree(before, ignore_errors=True)
                 step = Version(
                     folder=folder, name=link.name, number=link.version, link_sha256=sha256
                 )
@@ -338,7 +345,7 @@ class Store:
 
     def _signed(self, version: int) -> tuple[str, str]:
         try:
-            found = json.loads(self._fs.cat_file(self._path(_link_path(version))))
+            found = json.loads(self._ask(self._fs.cat_file, self._path(_link_path(version))))
             return str(found["link"]), str(found["signature"])
         except FileNotFoundError:
             raise StoreError(f"{self.url} has no link {version}") from None
@@ -399,12 +406,21 @@ class Store:
 
     def _part(self, sha256: str, what: str) -> bytes:
         try:
-            body = bytes(self._fs.cat_file(self._path(_part_path(sha256))))
+            body = bytes(self._ask(self._fs.cat_file, self._path(_part_path(sha256))))
         except FileNotFoundError:
             raise StoreError(f"{what}: part {sha256} is missing") from None
         if _sha256(body) != sha256:
             raise StoreError(f"{what}: part {sha256} has other bytes")
         return body
+
+    def _ask(self, call: Callable[..., Any], *given: Any, **more: Any) -> Any:
+        """Call the file system. What others raise, such as aiohttp and botocore, is an OSError."""
+        try:
+            return call(*given, **more)
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(f"{type(error).__name__}: {error}") from error
 
     def _path(self, path: str) -> str:
         return f"{self._root.rstrip('/')}/{path}"

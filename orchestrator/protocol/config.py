@@ -327,6 +327,17 @@ class TrainerConfig(Settings):
     """
 
     @model_validator(mode="after")
+    def _can_follow(self) -> TrainerConfig:
+        alone = {"parallel": self.parallel.world_size == 1, "memory": self.memory != "exit"}
+        if self.follow is not None and not all(alone.values()):
+            what = " and ".join(name for name, fits in alone.items() if not fits)
+            raise ValueError(
+                f"trainer.follow does not go with {what}: one process sends what the store has; "
+                "leave them out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _can_serve(self) -> TrainerConfig:
         if self.numerics != "served":
             return self

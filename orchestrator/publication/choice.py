@@ -42,10 +42,15 @@ class Rates:
         self._share.append(encoded_bytes / max(nbytes, 1))
 
     @property
+    def best(self) -> float | None:
+        """The best rate of a few, in bytes a second."""
+        return max(self._link, default=None)
+
+    @property
     def link(self) -> float | None:
         """Bytes a second from the trainer to the replicas: the best of a few, of which the first
         warms up. None: not measured yet."""
-        return max(self._link) if len(self._link) > 1 else None
+        return self.best if len(self._link) > 1 else None
 
     @property
     def coding(self) -> float:
@@ -82,6 +87,6 @@ def choose(setting: Setting, nbytes: int, rates: Rates) -> Choice:
 
 def remembers(setting: Setting, nbytes: int, rates: Rates) -> bool:
     """Whether the trainer keeps what it sends, for a later update of changed elements."""
-    if setting == "auto" and rates.link is not None:
-        return nbytes / rates.link >= LEAST_S
-    return setting != "tensors"
+    if setting == "auto":  # after the first transfer at the earliest: the next one measures too
+        return rates.best is not None and nbytes / rates.best >= LEAST_S
+    return setting == "elements"

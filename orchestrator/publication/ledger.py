@@ -100,7 +100,8 @@ class Ledger:
         """
         self._last_by = trainer
         if unread is not None:
-            self.unread = frozenset(unread) | (frozenset() if is_full else self.unread)
+            is_everywhere = is_full and version != self.version  # else others took it before
+            self.unread = frozenset(unread) | (frozenset() if is_everywhere else self.unread)
         self.version, self.state = version, advance(self.state, State.IDLE)
         self.holding, self.serving = holding, dict(holding)
         self._since_full = 0 if is_full else self._since_full + 1

@@ -104,7 +104,9 @@ class Publication:
         else:
             await self._move_beside()
             await self._swap()
-        self.elements.note(self.wire, time.monotonic() - moved_s)
+        # Requests that were let end first say nothing of the link.
+        drained_s = self.result.seconds.get("pause_request", 0.0)
+        self.elements.note(self.wire, time.monotonic() - moved_s - drained_s)
         if self._has_canary:
             await self._check_canary()
         # A server that restarts from here on holds nothing.

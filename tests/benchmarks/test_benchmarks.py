@@ -245,8 +245,8 @@ def test_the_suite_puts_tasks_on_free_gpus_and_ends_what_is_late(tmp_path):
 
 def test_the_suite_runs_small_tasks_beside_each_other_and_large_ones_alone(tmp_path):
     def task(name, gpus, **more):
-        stamp = "import time; print(time.monotonic()); time.sleep(1.0); print(time.monotonic())"
-        return Task(name=name, gpus=gpus, limit_s=20.0, command=f"{{python}} -c '{stamp}'", **more)
+        stamp = "import time; print(time.monotonic()); time.sleep(5.0); print(time.monotonic())"
+        return Task(name=name, gpus=gpus, limit_s=40.0, command=f"{{python}} -c '{stamp}'", **more)
 
     tasks = [
         task("a", 2, beside=True),

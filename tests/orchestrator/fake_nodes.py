@@ -326,6 +326,7 @@ class FakeReplica(FakeNode):
         """The trainer's changes."""
         self.source, self.served, self.live = source, [], [0, 0, 0]
         self.flip, self.restarts = False, 0
+        self.pause_s = 0.0
         self.left_alias = False
         self.part: tuple[int, ...] | None = None
         """What it completes the changed tensors to; None: it does not take a part."""
@@ -429,7 +430,8 @@ class FakeReplica(FakeNode):
             self.live[1] ^= 1
             self.flip = False
         live = digests([self.live[i] for i in came])
-        self.link.complete(message.request_id, result={"seconds": {"apply": 0.2}}, **live)
+        seconds = {"apply": 0.2, "pause": self.pause_s}
+        self.link.complete(message.request_id, result={"seconds": seconds}, **live)
 
     def _new(self, message, i) -> int:
         return self.live[i] + self.changes()[i] if message.elements else self.source()[i]

@@ -3,6 +3,8 @@ replicas that hold it, and never after a failure."""
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from orchestrator.errors import PublicationError
@@ -105,6 +107,20 @@ def test_a_replica_behind_gets_everything_and_then_elements(tmp_path):
         assert train(run).sent == "elements" and one.bases[-1] == other.bases[-1] == 1
 
 
+def test_requests_that_end_first_do_not_make_a_link_slow(tmp_path):
+    with Run(tmp_path, mode="in_place", send="auto", pause_mode="wait") as run:
+        _, (replica,) = start(run)
+        original = replica.on_ReceiveWeights
+
+        def drained(message) -> None:
+            time.sleep(0.5)
+            original(message)
+
+        replica.on_ReceiveWeights, replica.pause_s = drained, 0.5
+        assert train(run).bytes_sent == 64
+        assert 64 / run.orchestrator._publisher._elements.rates._link[-1] < 0.3
+
+
 def test_a_full_update_that_is_due_comes_as_tensors(tmp_path):
     with Run(tmp_path, send="elements", full_every=3) as run:
         start(run)
@@ -159,8 +175,14 @@ def test_a_forced_choice_says_so():
 
 
 def test_the_trainer_remembers_only_what_may_be_needed():
-    slow, fast = rates(link=1e6), rates(link=1e12)
-    assert remembers("auto", 10**9, Rates()) and remembers("auto", 10**9, slow)
+    slow, fast, first = rates(link=1e6), rates(link=1e12), Rates()
+    assert remembers("auto", 10**9, slow)
+    assert not remembers("auto", 10**9, first), "the next update is of whole tensors too"
+    first.sent(10**9, 0.1)
+    assert not remembers("auto", 10**9, first), "it was fast, even while it warmed up"
+    first = Rates()
+    first.sent(10**9, 10.0)
+    assert remembers("auto", 10**9, first)
     assert not remembers("auto", 10**9, fast) and not remembers("tensors", 10**9, slow)
     assert remembers("elements", 10**9, fast)
 
@@ -223,4 +245,7 @@ def test_what_cannot_be_read_is_remembered_until_everything_is_sent_again(ledger
     assert ledger.unread == {"packed"}
     assert committed(1, is_full=False, unread=None) == {"packed"}
     assert committed(2, is_full=False, unread=["more"]) == {"packed", "more"}
+    assert committed(2, is_full=True, unread=[]) == {"packed", "more"}, (
+        "only a late replica took it"
+    )
     assert committed(3, is_full=True, unread=[]) == set()

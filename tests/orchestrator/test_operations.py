@@ -514,3 +514,22 @@ def test_versions_have_the_numbers_of_another_run_that_is_followed(run):
     with pytest.raises(JobFailed, match="version 46 cannot be published: this run has made 46"):
         client.run(Publish(version=46))
     assert client.status().version == 46
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_version_of_a_followed_run_is_published_again_after_a_failure(follows, tmp_path):
+    """Its number is always the same weights. Elsewhere they may have changed since."""
+    with Run(tmp_path, attempts=1) as run:
+        detail = {"version": 41, **({"follows": "s3://bucket"} if follows else {})}
+        trainer = run.trainer(before=lambda node: setattr(node, "detail", detail))
+        replica = run.replica(trainer)
+        run.client.run(InitialSync())
+        replica.flip = True
+        with pytest.raises(JobFailed, match="nothing is served"):
+            run.client.run(Publish(version=45))
+        replica.flip = False
+        assert run.client.status().version is None
+        if follows:
+            assert run.client.run(Publish(version=45)).alias == "m@45"
+        with pytest.raises(JobFailed, match="version 45 cannot be published"):
+            run.client.run(Publish(version=45))

@@ -66,3 +66,11 @@ def test_axes() -> None:
     report._set_limits(axis, [0.5, 0.5001])
     low, high = axis.get_ylim()
     assert low < 0.46 and high > 0.54
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_a_number_that_is_none_says_so(odd):
+    assert verdict("", {n: odd if n == 3 else 1.0 for n in range(10)}) == (
+        "Steady: 1 on average; 1 of 10 are not finite."
+    )
+    assert verdict("", {1: odd}) == "Not finite."

@@ -175,3 +175,36 @@ def test_readers_follow_over_http(store, tmp_path):
         with pytest.raises(StoreError, match="has no link 7"):
             away.fetch(7, tmp_path / "7", have=have, public_key=PUBLIC)
         server.shutdown()
+
+
+def test_a_long_chain_takes_the_disk_of_two_versions(store, tmp_path, monkeypatch):
+    folders = published(store, tmp_path / "made", versions=6)
+    seen, original = [], store._fetch_file
+
+    def counted(*given) -> None:
+        seen.append(len(list(tmp_path.glob("*.part"))))
+        original(*given)
+
+    monkeypatch.setattr(store, "_fetch_file", counted)
+    assert same(store.fetch(5, tmp_path / "5", have=None, public_key=PUBLIC).folder, folders[5])
+    assert max(seen) == 2
+
+
+class _Unavailable(SimpleHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(503)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_server_that_has_trouble_says_nothing_of_the_store(tmp_path):
+    """File systems raise errors of their own, such as aiohttp's: a reader must survive them."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Unavailable) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        there = Store(f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(StoreError, match="503"):
+            there.newest()
+        with pytest.raises(StoreError, match="503"):
+            there.fetch(1, tmp_path / "1", have=None, public_key=PUBLIC)
+        server.shutdown()

@@ -478,12 +478,16 @@ def test_a_trainer_that_is_gone_as_soon_as_it_has_joined_leaves_nobody_connectin
 
 def test_a_rank_that_breaks_off_ends_the_others_joining(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2 has proved itself and dies while the others wait for rank 3."""
+    is_there = threading.Event()
 
     def breaks_off(connection: socket.socket, secret: bytes, *, rank: int, deadline: float) -> None:
         if rank == 2:
             prove(connection, secret, rank=2)
+            is_there.wait(60)
             raise RuntimeError("died")
         introduce(connection, secret, rank=rank, deadline=deadline)
+        if rank == 1:
+            is_there.set()
 
     monkeypatch.setattr(socket_group, "introduce", breaks_off)
     ends = Join(4, absent=(3,), expected=RuntimeError)

@@ -26,9 +26,10 @@ from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.processes.logs import log_to_stderr
 from orchestrator.protocol.config import TrainerConfig
 from orchestrator.protocol.messages.mistakes import read_json
+from trainer_node.files.generations import MARKER
 from trainer_node.tools.export_version import Exporting
 from weight_transfer import store
-from weight_transfer.store import Store, Version
+from weight_transfer.store import Store, StoreError, Version
 
 log = logging.getLogger("splice.mirror")
 
@@ -63,21 +64,25 @@ class Mirror:
         self._exporting: Exporting | None = None
 
     def write(self, number: int) -> None:
-        """Write a committed version, unless it or a later one is there."""
+        """Write a committed version, unless it is there."""
         written = self._store.newest()
-        if written is not None and written >= number:
+        if written == number:
             return
+        if written is not None and written > number:
+            raise StoreError(
+                f"{self._store.url} has version {written} already, so it is another run's; "
+                "name another store"
+            )
         began_s, out = time.monotonic(), self._work / str(number)
         shutil.rmtree(out, ignore_errors=True)
         source = self._run_dir / "versions" / str(number)
-        if self._exporting is None:
-            self._exporting = Exporting(self._config, source, device=self._device)
-        else:
-            self._exporting.take(source)
-        self._exporting.write(out)
-        base = self._last
-        if base is None or base.number != written or self._is_due():
-            base = None
+        try:
+            self._export(source, out)
+        except ConfigError as error:
+            if (source / MARKER).exists():
+                raise
+            raise StoreError(f"the run has deleted version {number} meanwhile: {error}") from error
+        base = self._base(written)
         self._last = self._store.put(out, name=self._name, version=number, base=base, key=self._key)
         self._last.write()
         for path in self._work.iterdir():
@@ -88,9 +93,26 @@ class Mirror:
         seconds = time.monotonic() - began_s
         log.info("wrote %s@%d %s in %.1f s; deleted %s", self._name, number, how, seconds, gone)
 
-    def _is_due(self) -> bool:
-        """Whether the next version is to be whole."""
-        return self._store.since_full() + 1 >= self._full_every
+    def _export(self, source: Path, out: Path) -> None:
+        if self._exporting is None:
+            self._exporting = Exporting(self._config, source, device=self._device)
+        else:
+            self._exporting.take(source)
+        self._exporting.write(out)
+
+    def _base(self, written: int | None) -> Version | None:
+        """The version that the next one changes. None: the next one is to be whole.
+
+        The folder may be of a version that another mirror of this run wrote elsewhere.
+        """
+        base = self._last
+        try:
+            if base is None or base.number != written or not self._store.has(base):
+                return None
+            return None if self._store.since_full() + 1 >= self._full_every else base
+        except StoreError as error:
+            log.warning("%s; the next version is written whole", error)
+            return None
 
 
 def private_key(file: Path) -> str:
@@ -135,16 +157,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             keep=given.keep,
             device=given.device,
         )
+        failed = False
         for line in sys.stdin:
             try:
                 mirror.write(int(line))
+                failed = False
             except ConfigError:
                 raise
             except (SpliceError, OSError) as error:
                 log.error("version %s: %s; it is tried again", line.strip(), error)
+                failed = True
             sys.stdout.write(line)
             sys.stdout.flush()
-        return 0
+        return int(failed)
     except SpliceError as error:
         sys.stderr.write(f"{error}\n")
         return 2

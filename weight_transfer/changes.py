@@ -55,8 +55,8 @@ class Message:
 
 
 PART_BYTES = 1 << 26
-"""Bytes of a chunk in one message. Decoding takes several times the bytes that change, on a GPU that
-has little memory left."""
+"""Bytes of a chunk in one message. Decoding takes several times the bytes that change, and a GPU
+that generates has little memory left."""
 Buffers = Sequence[Sequence[Message]]
 """The messages of each chunk or step."""
 

@@ -54,13 +54,19 @@ class Message:
         return self.nbytes, self.crc
 
 
+PART_BYTES = 1 << 26
+"""Bytes of a chunk in one message. Decoding takes several times the bytes that change, and a GPU
+that generates has little memory left."""
 Buffers = Sequence[Sequence[Message]]
 """The messages of each chunk or step."""
 
 
 def whole(nbytes: int) -> tuple[Delivery, ...]:
     """The deliveries of a chunk that all workers receive."""
-    return (Delivery(peers=(), begin=0, end=nbytes),) if nbytes else ()
+    return tuple(
+        Delivery(peers=(), begin=begin, end=min(begin + PART_BYTES, nbytes))
+        for begin in range(0, nbytes, PART_BYTES)
+    )
 
 
 # ------------------------------------------------------------ sending

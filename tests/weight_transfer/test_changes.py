@@ -206,3 +206,19 @@ def test_an_element_that_stays_minus_zero_still_travels() -> None:
         old_B, new.view(torch.uint8), [Delivery(peers=(), begin=0, end=size)], word_bytes=2
     )
     assert changed == 1 and messages[0].nbytes > 0
+
+
+def test_a_large_buffer_is_coded_in_parts(pair, monkeypatch) -> None:
+    """Each bounds what a worker decodes at a time, in the memory that generation leaves."""
+    monkeypatch.setattr(changes, "PART_BYTES", 1000)
+    old_B, new_B = some_changes(5, 0.02)
+    old_B[1000:2000], new_B[1000:2000] = 0, 0
+    new_B[3000:4000] = random_bytes(1000, 9)  # travels as it is
+    parts = changes.whole(SIZE)
+    assert [(p.begin, p.end) for p in parts] == [
+        (0, 1000), (1000, 2000), (2000, 3000), (3000, 4000), (4000, SIZE)
+    ]  # fmt: skip
+    messages, _ = changes.encode_buffer(old_B, new_B, parts, word_bytes=2)
+    (arrived,) = moved(pair, [messages], [parts], fill=lambda _: new_B)
+    changes.restore(arrived, old_B)
+    assert torch.equal(old_B, new_B)

@@ -55,6 +55,9 @@ class Mirror:
         keep: int,
         device: str,
     ) -> None:
+        if config.finetuning_type == "full":
+            # A load repairs what a crash left, and the run may be up.
+            raise ConfigError("a run that trains all parameters cannot be mirrored")
         self._config, self._run_dir, self._store, self._name = config, run_dir, to, name
         self._key, self._full_every, self._keep, self._device = key, full_every, keep, device
         self._work = run_dir / "mirror"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ConfigError
+from orchestrator.protocol.config import TrainerConfig
 from trainer_node.tools import mirror as tool
 from weight_transfer.store import Store
 
@@ -46,7 +47,7 @@ def made(run: Path, *numbers: int) -> Path:
 
 def mirror_of(run: Path, to: Store, **more: object) -> tool.Mirror:
     given = {"name": "m", "key": PRIVATE, "full_every": 50, "keep": 100, "device": "cpu", **more}
-    return tool.Mirror(None, run, to, **given)
+    return tool.Mirror(TrainerConfig(model=Path("model")), run, to, **given)
 
 
 def fetched(store: Store, number: int, into: Path) -> int:
@@ -106,3 +107,10 @@ def test_another_runs_store_is_refused_by_name(monkeypatch, tmp_path, caplog):
     with caplog.at_level(logging.ERROR):
         assert run_tool(monkeypatch, made(tmp_path / "new", 1), tmp_path / "store", "1\n") == 1
     assert "has version 7 already" in caplog.text
+
+
+def test_a_run_that_trains_all_parameters_is_refused_before_anything_is_loaded(tmp_path):
+    config = TrainerConfig(model=Path("model"), finetuning_type="full")
+    more = {"name": "m", "key": PRIVATE, "full_every": 50, "keep": 100, "device": "cpu"}
+    with pytest.raises(ConfigError, match="trains all parameters cannot be mirrored"):
+        tool.Mirror(config, tmp_path, Store(str(tmp_path / "store")), **more)

@@ -43,7 +43,12 @@ STOCHASTIC = Rounding(seed=7)
 
 
 def run_self(*args: object, timeout_s: float = 150.0, **env: str) -> None:
-    command = [sys.executable, "-m", "tests.trainer_node.export.test_wire_export", *map(str, args)]
+    # This file imports Megatron, which the stand-ins for CPUs must precede.
+    script = (
+        "import runpy; from trainer_node.backends import cpu_shims; cpu_shims.apply(); "
+        "runpy.run_module('tests.trainer_node.export.test_wire_export', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", script, *map(str, args)]
     ran = subprocess.run(
         command,
         cwd=REPO,

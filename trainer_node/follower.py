@@ -65,6 +65,7 @@ from orchestrator.protocol.messages import (
 )
 from orchestrator.protocol.messages.mistakes import read_json
 from orchestrator.protocol.node_link import NodeLink
+from trainer_node.files.generations import MARKER
 from trainer_node.node import hello
 from trainer_node.request import NotReady, Outcome, Request, classify
 from weight_transfer.chunks import ChunkSender
@@ -73,7 +74,6 @@ from weight_transfer.layout import chunk_offsets
 from weight_transfer.store import Store, StoreError, Version
 
 log = logging.getLogger("splice.follower")
-COMPLETE = "COMPLETE"
 RECV_S, STATUS_S, JOB_S = 1.0, 60.0, 3600.0
 MOST_WAIT_S = 600.0
 """Longest wait between two publications that fail."""
@@ -187,7 +187,7 @@ class Follower:
         for path in self.weights.version.folder.iterdir():
             with contextlib.suppress(FileExistsError):
                 os.link(path, part / path.name)
-        (part / COMPLETE).touch()
+        (part / MARKER).touch()
         if folder.exists():
             shutil.rmtree(folder)
         part.replace(folder)

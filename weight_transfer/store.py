@@ -234,6 +234,8 @@ class Store:
     def prune(self, *, keep: int) -> list[int]:
         """Delete what the newest `keep` versions do not need. Returns the deleted versions."""
         numbers = self.versions()
+        if len(numbers) <= keep:
+            return []  # without reading each link
         links = {number: Link.model_validate_json(self._signed(number)[0]) for number in numbers}
         needed: set[int] = set()
         for number in numbers[-keep:]:

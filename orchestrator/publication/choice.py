@@ -1,7 +1,7 @@
 """Whether an update travels as whole tensors or as changed elements. Pure, but for the rates kept.
 
 Whole tensors take their bytes over the link's rate. Changed elements take the coding at both ends,
-and then fewer bytes. Over a fast link the coding alone takes longer, so nothing changes there.
+and then fewer bytes. Over a fast link the coding already takes longer, so nothing changes there.
 """
 
 from __future__ import annotations

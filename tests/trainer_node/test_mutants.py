@@ -725,6 +725,7 @@ def copy_of_the_repository(folder: Path) -> Path:
     for package in mutantserver.OURS:
         shutil.copytree(REPO / package, folder / package)
     shutil.copy(REPO / "pyproject.toml", folder)
+    (folder / "docs").symlink_to(REPO / "docs")
     return folder
 
 

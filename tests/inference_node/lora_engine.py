@@ -1,0 +1,116 @@
+"""A vLLM of this process with room for an adapter, and publications of base and adapter to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.lora.request import LoRARequest
+
+from inference_node.shared import names
+from orchestrator.errors import ManifestError
+from tests.inference_node import tiny
+from tests.inference_node.family_engine import DECODED_TOKENS, Engine, checkpoint, vllm
+
+MOST_RANK = 8
+PREFIX = "base_model.model."
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What came of the versions."""
+
+    refused: str = ""
+    wrong: list[str] = field(default_factory=list)
+    unverified: dict[str, str] = field(default_factory=dict)
+    kinds: set[str] = field(default_factory=set)
+    """How the adapter's tensors travel."""
+    differences: list[float] = field(default_factory=list)
+    """Largest log-prob difference from transformers with that version's base and adapter."""
+    moved: list[float] = field(default_factory=list)
+    """Largest log-prob difference from the version before it."""
+    broken: list[str] = field(default_factory=list)
+    """Wrong digests after a bit of the adapter in vLLM was changed."""
+    logprobs: list[list[float]] = field(default_factory=list)
+
+
+class LoraEngine(Engine):
+    """Every request names the adapter, as `Entrance` has it."""
+
+    def logprobs(self) -> tuple[list[int], torch.Tensor]:
+        generate = self._llm.generate
+        request = LoRARequest(names.ADAPTER_NAME, names.ADAPTER_ID, names.ADAPTER_NAME)
+        try:
+            self._llm.generate = lambda *a, **k: generate(*a, **k, lora_request=request)  # type: ignore[method-assign]
+            return super().logprobs()
+        finally:
+            self._llm.generate = generate  # type: ignore[method-assign]
+
+
+def adapter(base: Tensors, linears: Sequence[str], *, rank: int, seed: int) -> Tensors:
+    """Random A and B, under PEFT's names; the scale is in B."""
+    generator, found = torch.Generator().manual_seed(seed), Tensors()
+    for name, weight in base.items():
+        linear = name.removesuffix(".weight")
+        if linear.rpartition(".")[2] in linears and "layers" in name:
+            out, inner = weight.shape
+            a = torch.randn(rank, inner, generator=generator) / inner**0.5
+            b = 0.3 * torch.randn(out, rank, generator=generator)
+            found[f"{PREFIX}{linear}.lora_A.weight"] = a.to(weight.dtype)
+            found[f"{PREFIX}{linear}.lora_B.weight"] = b.to(weight.dtype)
+    return found
+
+
+def merged(base: Tensors, matrices: Tensors) -> Tensors:
+    found = dict(base)
+    for name, a in matrices.items():
+        if name.endswith(".lora_A.weight"):
+            linear = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+            b = matrices[name.replace("lora_A", "lora_B")]
+            found[f"{linear}.weight"] = base[f"{linear}.weight"] + b @ a
+    return found
+
+
+def run(name: str, folder: Path, linears: Sequence[str] = LINEARS, **options: Any) -> Outcome:
+    """Publish base and adapters of different linears and ranks, in one process."""
+    base = checkpoint(name, folder)
+    more = {"enable_lora": True, "max_loras": 1, "max_lora_rank": MOST_RANK, **options}
+    engine, outcome = LoraEngine(name, folder, base, **more), Outcome()
+    engine.join()
+    tokens, before = engine.logprobs()
+    outcome.differences.append(float((before - engine.expected(tokens, base)).abs().max()))
+    sent: Tensors = {}
+    for version, (which, rank) in enumerate([(linears, 8), (linears, 4), (linears[:1], 2)]):
+        matrices = adapter(base, which, rank=rank, seed=version)
+        sent = base | matrices
+        engine.manifest = tiny.manifest_of(sent)
+        try:
+            engine.plan()
+        except ManifestError as error:
+            outcome.refused = str(error)
+            return outcome
+        specs = engine.manifest.tensors
+        outcome.kinds |= {k for k, ids in engine.chunks if any(PREFIX in specs[i].name for i in ids)}
+        wrong, unverified = engine.publish(version, sent)
+        outcome.wrong += wrong
+        outcome.unverified |= unverified
+        tokens, served = engine.logprobs()
+        expected = engine.expected(tokens, merged(base, matrices))
+        outcome.differences.append(float((served - expected).abs().max()))
+        count = len(tokens) - DECODED_TOKENS - 1
+        outcome.moved.append(float((served - before)[:count].abs().max()))
+        outcome.logprobs.append(served.tolist())
+        before = served
+    return outcome
+
+
+if __name__ == "__main__":
+    import sys
+    import tempfile
+
+    print(run(sys.argv[1], Path(tempfile.mkdtemp()) / "model", tuple(sys.argv[2:]) or LINEARS))

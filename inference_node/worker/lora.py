@@ -64,7 +64,7 @@ class Slots:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model, self._manager = model, dialect.lora_manager(model)
         wrappers = set(map(id, self._manager.modules.values()))
-        self._wrapped = [
+        self._wrapped: list[tuple[torch.nn.Module, str, Any]] = [
             (parent, name, child)
             for parent in model.modules()
             for name, child in parent._modules.items()
@@ -122,7 +122,7 @@ class Slots:
                 dialect.hold_adapter(self._manager)  # vLLM drops all adapters after an update
 
     def _load_weights(self, weights: Weights) -> Any:
-        load: Any = type(self._model).load_weights
+        load = type(self._model).load_weights  # type: ignore[attr-defined]
         return load(self._model, self._without_adapter(weights))
 
     def _without_adapter(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:

@@ -19,12 +19,10 @@ from inference_node.shared import names
 from inference_node.worker import lora
 from orchestrator.errors import ManifestError
 from tests.inference_node import tiny
+from tests.inference_node.adapters import LINEARS, PREFIX, adapter, merged
 from tests.inference_node.family_engine import DECODED_TOKENS, Engine, checkpoint
 
 MOST_RANK = 8
-PREFIX = "base_model.model."
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(kw_only=True)
@@ -55,30 +53,6 @@ class LoraEngine(Engine):
             return super().logprobs()
         finally:
             self._llm.generate = generate  # type: ignore[method-assign]
-
-
-def adapter(base: Tensors, linears: Sequence[str], *, rank: int, seed: int) -> Tensors:
-    """Random A and B, under PEFT's names; the scale is in B."""
-    generator, found = torch.Generator().manual_seed(seed), Tensors()
-    for name, weight in base.items():
-        linear = name.removesuffix(".weight")
-        if linear.rpartition(".")[2] in linears and "layers" in name:
-            out, inner = weight.shape
-            a = torch.randn(rank, inner, generator=generator) / inner**0.5
-            b = 0.3 * torch.randn(out, rank, generator=generator)
-            found[f"{PREFIX}{linear}.lora_A.weight"] = a.to(weight.dtype)
-            found[f"{PREFIX}{linear}.lora_B.weight"] = b.to(weight.dtype)
-    return found
-
-
-def merged(base: Tensors, matrices: Tensors) -> Tensors:
-    found = dict(base)
-    for name, a in matrices.items():
-        if name.endswith(".lora_A.weight"):
-            linear = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
-            b = matrices[name.replace("lora_A", "lora_B")]
-            found[f"{linear}.weight"] = base[f"{linear}.weight"] + b @ a
-    return found
 
 
 def run(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.inference_node import lora_engine
+from tests.inference_node.adapters import PREFIX
 from tests.inference_node.conftest import ENGINE_S, Run
-from tests.inference_node.lora_engine import PREFIX
 
 TAU = 1e-4
 """How far a served log-prob may be from transformers' in fp32."""

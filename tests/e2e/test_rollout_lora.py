@@ -107,3 +107,26 @@ def test_a_version_is_the_base_and_its_adapter(
         assert result.num_verified == result.num_tensors and not result.unverified
         assert result.bytes_sent < 0.5 * first.bytes_sent
     assert min(difference(a, b) for a, b in itertools.pairwise(served)) > 10 * TAU
+
+
+def test_a_trainer_that_dies_and_a_run_that_is_resumed(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both publish the base again, with the adapter of the version."""
+    marker, run = tmp_path / "killed", run_file(tmp_path, models["qwen3"])
+    monkeypatch.setenv("SPLICE_TEST_KILL_MARKER", str(marker))
+    monkeypatch.setenv("SPLICE_TEST_KILL_PIECE", "1")  # an adapter is one piece
+    token, versions = "a-token-of-this-run", run.run_dir / "versions"
+    with Cluster(run, run_token=token, trainer_module="tests.e2e.faulty_trainer") as cluster:
+        cluster.client.run(InitialSync(), timeout_s=300.0)
+        result = train(cluster)
+        assert marker.exists() and result.attempts == 2 and result.sent == "full"
+        assert result.num_verified == result.num_tensors
+        served = scored(cluster.base_urls[0], "tiny@1")
+        assert difference(served, expected(models["qwen3"], versions / "1")) < TAU
+    with Cluster(run, file=run.run_dir / "run.json", run_token=token) as cluster:
+        assert cluster.client.run(Resync(), timeout_s=300.0).sent == "full"
+        assert scored(cluster.base_urls[0], "tiny@1") == served
+        assert train(cluster).sent == "changed"
+        served = scored(cluster.base_urls[0], "tiny@2")
+        assert difference(served, expected(models["qwen3"], versions / "2")) < TAU

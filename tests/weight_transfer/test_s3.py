@@ -17,7 +17,7 @@ from s3fs import S3FileSystem
 
 from orchestrator.processes.python import python_command
 from tests.chaos.links import Link, Links
-from tests.weight_transfer.test_store import PUBLIC, published, same
+from tests.weight_transfer.made_versions import PUBLIC, published, same
 from weight_transfer import store as stores
 from weight_transfer.store import Store, StoreError
 

@@ -60,15 +60,15 @@ $(INFERENCE)/.installed-cuda-%: requirements/inference-cuda-%.lock $(LOCKS)
 	requirements/make_env.sh "$$python" $(INFERENCE) requirements/inference-cuda-$*.lock 3.12 3.13
 	@touch $@
 
-dev: envs $(TRAINER)/.dev $(TRAINER)/.plot $(TRAINER)/.docs $(TRAINER)/.ray $(TRAINER)/.tinker $(TRAINER)/.examples $(TRAINER)/.sinks $(INFERENCE)/.dev
+dev: envs $(TRAINER)/.dev $(TRAINER)/.plot $(TRAINER)/.docs $(TRAINER)/.ray $(TRAINER)/.tinker $(TRAINER)/.examples $(TRAINER)/.sinks $(TRAINER)/.s3 $(INFERENCE)/.dev
 
 %/.dev: requirements/dev.lock %/.installed
 	@$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/dev.lock
 	@touch $@
 
-# Benchmarks draw their results, the docs become a site, tests have a Ray cluster and a Tinker server, run the examples and log to W&B, MLflow and trackio: all in the trainer's environment.
+# Benchmarks draw their results, the docs become a site, tests have a Ray cluster and a Tinker server, run the examples, have an S3 server and log to W&B, MLflow and trackio: all in the trainer's environment.
 # Ray needs its bytecode: a raylet gives its agents 15 s to start (ray issue 65983).
-$(TRAINER)/.plot $(TRAINER)/.docs $(TRAINER)/.ray $(TRAINER)/.tinker $(TRAINER)/.examples $(TRAINER)/.sinks: $(TRAINER)/.%: requirements/%.lock $(TRAINER)/.installed
+$(TRAINER)/.plot $(TRAINER)/.docs $(TRAINER)/.ray $(TRAINER)/.tinker $(TRAINER)/.examples $(TRAINER)/.sinks $(TRAINER)/.s3: $(TRAINER)/.%: requirements/%.lock $(TRAINER)/.installed
 	@$(TRAINER)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps $(if $(findstring ray,$@),,--no-compile) -r requirements/$*.lock
 	@touch $@
 

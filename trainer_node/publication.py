@@ -23,7 +23,7 @@ from orchestrator.protocol.messages import (
     UseLayout,
     fp8_manifest,
 )
-from trainer_node.export import fp8_export, fp8_fused, fp8_steps, wire_export
+from trainer_node.export import adapter_tensors, fp8_export, fp8_fused, fp8_steps, wire_export
 from trainer_node.export.bridge_export import BridgeExport, is_manifest_order
 from trainer_node.export.changes import Encoded, Export, Layout, Published, encode
 from trainer_node.export.fp8_export import Fp8Export
@@ -58,6 +58,7 @@ class Publication:
         self._trainer, self._model, self._exporter = trainer, trainer.model, exporter
         self._transfer, self._lockstep = transfer, lockstep
         self._has_said_lost = False
+        self._planned: Manifest | None = None
         self._published = Published(self._model, most_bytes=self._model.config.remember_bytes)
 
     @property
@@ -76,11 +77,20 @@ class Publication:
     def plan(self, request: Request[PlanPublication]) -> Outcome:
         """Return the manifest: every merged tensor's name, dtype and shape."""
         request.progress("planning")
-        return Outcome(result=self._exporter.manifest().model_dump(mode="python"))
+        return Outcome(result=self._manifest().model_dump(mode="python"))
+
+    def _manifest(self) -> Manifest:
+        """What is sent if the replicas hold no FP8. The first call is a collective."""
+        if self._planned is None:
+            merged = self._exporter.manifest()
+            is_merged = self._model.config.rollout_weights == "merged"
+            self._planned = merged if is_merged else adapter_tensors.manifest(self._model, merged)
+        return self._planned
 
     def forget_plans(self) -> None:
         """Send nothing before the next plan, because the model has other adapters."""
         self._exporter.forget()
+        self._planned = None
         self._published.free()
         for changed_only in (False, True):
             self._transfer.use_chunks(None, changed_only=changed_only)
@@ -124,7 +134,7 @@ class Publication:
         """Plan the export in the receivers' order, if this trainer can fill it."""
         request.progress("planning the layout")
         part, fp8, texts = request.message.part, request.message.fp8, request.message.keeps
-        base = self._exporter.manifest()
+        base = self._manifest()
         manifest = fp8_manifest(base, fp8)
         changed_only = part is not None
         if part is not None:
@@ -135,9 +145,12 @@ class Publication:
         sent = manifest if part is None else manifest.part(part)
         export: Export | str
         keeps = None if texts is None else [_keeps_of(text, part) for text in texts]
+        is_merged = self._model.config.rollout_weights == "merged"
         if fp8 is not None:
             self._note_loss(fp8)
-        if fp8 is not None and keeps is not None:
+        if fp8 is not None and not is_merged:
+            export = 'rollout_weights = "lora" has no FP8 weights; serve this model in bf16'
+        elif fp8 is not None and keeps is not None:
             export = self._plan_fp8_steps(base, manifest, order, part, fp8, keeps)
         elif fp8 is not None:
             export = self._plan_fp8(base, manifest, order, part, fp8)
@@ -175,7 +188,8 @@ class Publication:
                 return wire_export.WireExport(self._model, manifest, order, keeps=keeps, sent=made)
             except PartitionError as error:
                 reason = str(error)
-        if keeps is not None or not is_manifest_order(order, manifest):
+        is_merged = self._model.config.rollout_weights == "merged"
+        if keeps is not None or not is_merged or not is_manifest_order(order, manifest):
             return reason
         config = self._model.config
         timeout_s = config.collective_timeout_s if config.parallel.splits_the_model else None

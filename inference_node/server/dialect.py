@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from inference_node.server.output_gate import OutputGate
+from inference_node.shared import names
 
 SETTLE_S = 0.02
 """Seconds that `pause_generation` sleeps, so that tokens can leave."""
@@ -279,6 +280,18 @@ def has_output(engine_client: Any, request_id: str) -> bool | None:
         return True
     state = _request_state(engine_client, request_id)
     return None if state is None else not getattr(state, "is_prefilling", False)
+
+
+def adapter(engine_client: Any) -> Any:
+    """What names the served version's adapter in a request; None without --enable-lora.
+
+    The workers hold it, so nothing is ever read from its path.
+    """
+    if getattr(getattr(engine_client, "vllm_config", None), "lora_config", None) is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(names.ADAPTER_NAME, names.ADAPTER_ID, names.ADAPTER_NAME)
 
 
 def forget_request(engine_client: Any, request_id: str) -> None:

@@ -45,6 +45,7 @@ class Entrance:
     def __init__(self, engine: Any, alias: Alias) -> None:
         self._engine, self._alias = engine, alias
         self._enter = engine.engine_core.add_request_async
+        self._adapter = dialect.adapter(engine)
         self._salt = uuid.uuid4().hex
         self._opened = asyncio.Event()
         self._opened.set()
@@ -65,6 +66,8 @@ class Entrance:
         self.open()
 
     async def _add(self, request: Any) -> None:
+        if self._adapter is not None:
+            request.lora_request = self._adapter
         if not _PASSES.get():
             await self._wait(request)
             # No await before the send: else a pause could be sent in between.

@@ -25,5 +25,8 @@ ALLOW_UNVERIFIED = "SPLICE_ALLOW_UNVERIFIED"
 RUN_TOKEN = "SPLICE_RUN_TOKEN"
 """Environment variable: the run's token, which only the node gets."""
 
+ADAPTER_ID, ADAPTER_NAME = 1, "splice"
+"""The only adapter that vLLM knows with --enable-lora: the served version's."""
+
 SECRET_HEADER = "x-splice-secret"
 CONTROL_PREFIX = "/splice/v1/"

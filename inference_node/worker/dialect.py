@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
-from inference_node.shared import vllm_version
+from inference_node.shared import names, vllm_version
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +64,42 @@ def partial_load() -> Iterator[None]:
         return
     with disable_mtp_completeness_check():
         yield
+
+
+# ---------------------------------------------------------------- adapters
+
+
+def lora_manager(model: torch.nn.Module) -> Any:
+    """What keeps the model's adapters; None without --enable-lora."""
+    return getattr(model, "lora_manager", None)
+
+
+def hold_adapter(manager: Any) -> None:
+    """Have vLLM take our adapter for loaded and active, and leave its matrices as they are."""
+    from vllm.lora.lora_model import LoRAModel
+
+    if manager.lora_index_to_id[0] == names.ADAPTER_ID:
+        return
+    manager._registered_adapters[names.ADAPTER_ID] = LoRAModel(names.ADAPTER_ID, 1, {})
+    manager._active_adapters[names.ADAPTER_ID] = None
+    manager.lora_index_to_id[0] = names.ADAPTER_ID
+
+
+def lora_name(model: torch.nn.Module, name: str) -> tuple[str, bool]:
+    """The path in the model of the linear that a PEFT tensor belongs to, and whether it is A."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    if hasattr(mapper, "get_rename_mapper"):  # later versions: without stacking
+        mapper = mapper.get_rename_mapper()
+    return parse_fine_tuned_lora_name(name, mapper)
+
+
+def record_as_loaded(layer: torch.nn.Module) -> None:
+    """Tell the reload that a layer's parameters are in checkpoint format."""
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    record_metadata_for_reloading(layer)
 
 
 # ---------------------------------------------------------------- the fused MoE layer

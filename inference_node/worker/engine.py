@@ -18,6 +18,7 @@ are then back in place, but hold a mixture of versions until a full update succe
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from vllm.distributed.weight_transfer.base import (
 from inference_node.shared.reports import WorkerDigests
 from inference_node.shared.watchdog import Watchdog
 from inference_node.worker import derived, dialect, kv_cache, placement, reload, shadow, verify
+from inference_node.worker.lora import Slots
 from inference_node.worker.plan import WorkerPlan, WorkerUpdate
 from orchestrator.errors import TransferError
 from orchestrator.protocol.messages import (
@@ -84,6 +86,9 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self.plan = WorkerPlan(model=model, vllm_config=vllm_config, device=device)
+        self._slots: Slots | None = None
+        self._cleared_for: placement.PlacementPlan | None = None
+        """The plan that the adapter's room was cleared for."""
         self.applied = _Applied()
         self._watchdog: Watchdog | None = Watchdog.from_environment()
         self._group: TransferGroup | None = None
@@ -99,6 +104,13 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         """
         self._shadow: shadow.Shadow | None = None
         self._shadow_stream: torch.cuda.Stream | None = None
+
+    def checkpoint_tree(self) -> contextlib.AbstractContextManager[None]:
+        """Within the block the model's layers have a checkpoint's names, also if vLLM has wrapped
+        them for an adapter."""
+        if self._slots is None:  # not before vLLM's warm-up has ended
+            self._slots = Slots.of(self.model)
+        return contextlib.nullcontext() if self._slots is None else self._slots.shown()
 
     # ------------------------------------------------------------ the group
 
@@ -283,6 +295,9 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
                     reload.finish(self.model, self.model_config)
                 else:
                     derived.refresh(self.plan.deriving, self.model_config.dtype)
+                if self._slots is not None and self._cleared_for is not self.plan.placed:
+                    self._slots.clear(self.plan.placed)
+                    self._cleared_for = self.plan.placed
         except BaseException:
             self.reset()
             raise

@@ -55,7 +55,10 @@ def _answers(
         def answer(*args: _P.args, **kwargs: _P.kwargs) -> dict[str, Any]:
             began = time.monotonic()
             try:
-                return {**method(*args, **kwargs), "seconds": time.monotonic() - began}
+                worker: Any = args[0]
+                with worker._splice_engine.checkpoint_tree():
+                    answered = method(*args, **kwargs)
+                return {**answered, "seconds": time.monotonic() - began}
             except Exception as error:  # noqa: BLE001 - see the module: every failure is an answer
                 _log.exception("splice: %s failed", method.__name__)
                 return _failure(error, default)

@@ -53,6 +53,8 @@ _CONSTANTS = frozenset(
     }
 )
 """They look at a tensor's shape only."""
+OPTIONAL = "splice_optional"
+"""Attribute of a parameter that need not get all of its elements."""
 _LOSSLESS = {("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")}
 
 
@@ -242,7 +244,9 @@ def _formats(
                 dtype=str(param.dtype).removeprefix("torch."),
                 numel=dialect.loadable_numel(param),
                 alias_of=owner if owner != key else None,
-                optional=name in skip or dialect.is_deferred_attention(layer),
+                optional=name in skip
+                or dialect.is_deferred_attention(layer)
+                or hasattr(param, OPTIONAL),
             )
     return formats
 

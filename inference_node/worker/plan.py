@@ -292,6 +292,11 @@ class WorkerPlan:
             raise ManifestError("no manifest is planned; send PrepareUpdate first")
         return self._checked
 
+    @property
+    def placed(self) -> placement.PlacementPlan:
+        """Where everything that is sent lands."""
+        return self._checked_plan()[1]
+
     def choose(self, *, changed_only: bool) -> None:
         """Choose the update that starts next: of the whole manifest or of the part.
 

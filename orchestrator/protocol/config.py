@@ -21,10 +21,13 @@ FinetuningType = Literal["lora", "full"]
 MemoryMode = Literal["resident", "offload", "exit"]
 RoundingMode = Literal["stochastic", "nearest"]
 Numerics = Literal["adapters", "served"]
+RolloutWeights = Literal["merged", "lora"]
 ALL_LINEAR = "all-linear"
 """PEFT's name for every linear but the output layer."""
 LM_HEAD = "lm_head"
 """The output layer."""
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM makes room."""
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linears of a decoder layer in many families."""
 
@@ -291,6 +294,13 @@ class TrainerConfig(Settings):
     or down by a threshold that depends on its place and the run's seed only.
     nearest: loses what is below half a unit in the last place of a weight. At learning rates below
     1e-4 that is most of an update."""
+    rollout_weights: RolloutWeights = "merged"
+    """What the replicas compute with. In run.toml `publication.rollout_weights` sets it.
+
+    merged: the adapters are merged into the weights.
+    lora: base and adapters, with vLLM's LoRA kernels. The base travels once, then only adapters.
+    Generation is slower. Not for experts, `lm_head`, FP8, finetuning_type `full`, or numerics
+    `served`; docs/merging.md compares both."""
     value_head: bool = False
     """Adds a value head, for `loss.value`: one fp32 weight for each hidden feature, initially 0. It
     trains with the model, and checkpoints have it. No publication, adapter or export does."""
@@ -351,6 +361,33 @@ class TrainerConfig(Settings):
         if what:
             raise ValueError(f"numerics = 'served' does not go with {what}, {why}; drop one")
         return self
+
+    @model_validator(mode="after")
+    def _can_serve_adapters(self) -> TrainerConfig:
+        if self.rollout_weights != "lora":
+            return self
+        refused = {
+            "finetuning_type = 'full', which has no adapters": self.finetuning_type == "full",
+            "numerics = 'served', which trains on merged weights": self.numerics == "served",
+            "trainer.follow, whose store has merged weights": self.follow is not None,
+            "the lora target lm_head": any(t.endswith(LM_HEAD) for t in self.lora.targets),
+            f"a lora.rank above {VLLM_RANKS[-1]}": self.lora.rank > VLLM_RANKS[-1],
+        }
+        for what, is_there in refused.items():
+            if is_there:
+                raise ValueError(f"rollout_weights = 'lora' does not go with {what}; drop one")
+        return self
+
+    @property
+    def adapter_arguments(self) -> tuple[str, ...]:
+        """What vLLM's server needs to serve the adapters."""
+        if self.rollout_weights == "merged":
+            return ()
+        rank = next(r for r in VLLM_RANKS if r >= self.lora.rank)
+        named = () if ALL_LINEAR in self.lora.targets else self.lora.targets
+        ends = [t.rpartition(".")[2] for t in named]
+        more = ("--lora-target-modules", *ends) if ends else ()
+        return ("--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank), *more)
 
 
 class InferenceConfig(Settings):

@@ -20,6 +20,11 @@ def language_part(model: Mapping[str, Any]) -> dict[str, Any]:
     return dict(model.get("text_config") or model)
 
 
+def experts_of(model: Mapping[str, Any]) -> int:
+    """Experts of each layer, by the config of the language part; 0: it is dense."""
+    return int(next((model[k] for k in _EXPERTS if model.get(k)), 0))
+
+
 def check_topology(trainer: TrainerConfig, model: Mapping[str, Any]) -> None:
     """Refuse parallel sizes that do not divide the model, and options that exclude each other.
 
@@ -32,7 +37,7 @@ def check_topology(trainer: TrainerConfig, model: Mapping[str, Any]) -> None:
     parallel = trainer.parallel
     model = language_part(model)
     heads = int(model["num_attention_heads"])
-    experts = int(next((model[k] for k in _EXPERTS if model.get(k)), 0))
+    experts = experts_of(model)
     for field, value, what in (
         ("tensor", heads, "attention heads"),
         ("tensor", model.get("num_key_value_heads") or heads, "key/value heads"),
@@ -52,6 +57,13 @@ def check_topology(trainer: TrainerConfig, model: Mapping[str, Any]) -> None:
                 "choose a divisor"
             )
     lora = trainer.lora
+    ends = {target.rpartition(".")[2] for target in lora.targets}
+    if experts and trainer.rollout_weights == "lora" and _EXPERT_TARGETS & ends:
+        raise ConfigError(
+            "publication.rollout_weights = 'lora' serves no adapters of experts: set "
+            "trainer.lora.targets to linears of attention, such as "
+            '["q_proj", "k_proj", "v_proj", "o_proj"], or take rollout_weights = "merged"'
+        )
     if (
         experts
         and trainer.finetuning_type == "lora"

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from orchestrator.protocol.config import RoundingMode, Settings, TrainerConfig
+from orchestrator.protocol.config import RolloutWeights, RoundingMode, Settings, TrainerConfig
 from orchestrator.protocol.messages import PauseMode, PublicationMode, Transport
 from orchestrator.publication.choice import Setting
 
@@ -60,6 +60,10 @@ class PublicationConfig(Settings):
     """
     rounding: RoundingMode = Field(
         default="stochastic", description=TrainerConfig.model_fields["rounding"].description
+    )
+
+    rollout_weights: RolloutWeights = Field(
+        default="merged", description=TrainerConfig.model_fields["rollout_weights"].description
     )
 
     @model_validator(mode="after")

@@ -76,6 +76,7 @@ BY_DEVICE: dict[str, dict[str, dict[str, Any]]] = {
 """Device -> table of the file ("": the top) -> defaults that depend on the device."""
 _SHARED_BY_PUBLISHERS = {
     "rounding": ("publication", "trainer"),
+    "rollout_weights": ("publication", "trainer"),
     "transport": ("trainer", "inference", "publication"),
 }
 """Key -> the tables that have it, first the one that users should set."""
@@ -231,6 +232,7 @@ class RunFile(Settings):
         more: dict[str, Any] = {
             "gpus": section.gpus[index * each : (index + 1) * each],
             "port": section.port + index if section.port else 0,
+            "extra_args": (*self.trainer_config().adapter_arguments, *section.extra_args),
         }
         return InferenceConfig(**section.model_dump(exclude=own) | more)
 

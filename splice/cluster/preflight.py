@@ -23,7 +23,7 @@ from orchestrator.protocol.config import (
     without_weights,
 )
 from orchestrator.protocol.messages import Transport
-from orchestrator.protocol.topology import check_topology, language_part
+from orchestrator.protocol.topology import check_topology, experts_of, language_part
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """vLLM 0.32, `v1/attention/backends/cpu_attn.py`."""
@@ -100,6 +100,12 @@ def check_parallel(
     """
     check_topology(trainer, model_config)
     model_config = language_part(model_config)
+    is_adapted = trainer.rollout_weights == "lora" and experts_of(model_config)
+    if is_adapted and any(i.device == "cpu" for i in inference):
+        raise ConfigError(
+            "vLLM serves no mixture of experts with adapters on a CPU; set "
+            'publication.rollout_weights = "merged"'
+        )
     heads = int(model_config["num_attention_heads"])
     kv_heads = int(model_config.get("num_key_value_heads") or heads)
     for tensor in (i.tensor_parallel for i in inference):

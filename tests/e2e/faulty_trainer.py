@@ -1,5 +1,5 @@
-"""The trainer node, which kills itself with SIGKILL before the second piece of its second
-publication leaves, once per marker file.
+"""The trainer node, which kills itself with SIGKILL before a piece of its second publication
+leaves, once per marker file: the second piece, or that of SPLICE_TEST_KILL_PIECE.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def _count(self: Any, *given: Any, **options: Any) -> Any:
 def _broadcast_or_die(self: Any, buffer_B: Any, *, deadline_s: float) -> None:
     marker = Path(os.environ["SPLICE_TEST_KILL_MARKER"])
     _Count.pieces += 1
-    if _Count.publications == 2 and _Count.pieces == 2 and not marker.exists():
+    last = int(os.environ.get("SPLICE_TEST_KILL_PIECE", "2"))
+    if _Count.publications == 2 and _Count.pieces == last and not marker.exists():
         marker.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     _broadcast(self, buffer_B, deadline_s=deadline_s)

@@ -7,8 +7,10 @@ import re
 import shutil
 import time
 
+import boto3
 import httpx
 import pytest
+from moto.server import ThreadedMotoServer
 
 from splice import JobFailed, LossSpec, OptimParams, SpliceClient, TrainMerged, batch_specs
 from tests.e2e.batches import PROMPT, as_batch
@@ -55,6 +57,49 @@ def wait_served(folder, name: str) -> list[float]:
         log = (folder / "run/logs/trainer.log").read_text()
         assert time.monotonic() < deadline_s, (names, log[-3000:])
         time.sleep(0.5)
+
+
+@pytest.mark.whole
+def test_a_run_serves_merged_what_another_one_serves_as_adapters_through_s3(
+    models, tmp_path, monkeypatch
+):
+    origin, there, store = tmp_path / "origin", tmp_path / "there", "s3://bucket/chain"
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "any",
+        "AWS_SECRET_ACCESS_KEY": "any",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+    }.items():
+        monkeypatch.setenv(name, value)
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    boto3.client("s3").create_bucket(Bucket="bucket")
+    options = ["--model", models["qwen3"], "--name", "tiny", "--gpus", ""]
+    for folder in (origin, there):
+        splice("init", folder, *options, "--inference-python", INFERENCE_PYTHON)
+    file = origin / "run.toml"
+    table = "[publication]\n"
+    file.write_text(file.read_text().replace(table, table + 'rollout_weights = "lora"\n'))
+    try:
+        splice("up", origin)
+        train(origin / "run")
+        key = re.search("public key: ([0-9a-f]{64})", splice("mirror", origin, store, "--once"))[1]
+        file = there / "run.toml"
+        file.write_text(file.read_text() + FOLLOW.format(store=store, key=key))
+        splice("up", there)
+        for version in (1, 2):
+            found = wait_served(there, f"tiny@{version}")
+            assert found == pytest.approx(served(origin)[1], abs=1e-4)
+            if version == 1:
+                train(origin / "run")
+                splice("mirror", origin, store, "--once")
+    finally:
+        splice("stop", there)
+        splice("stop", origin)
+        server.stop()
 
 
 def test_a_run_follows_another_one_through_a_store(models, tmp_path):

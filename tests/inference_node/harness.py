@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,7 @@ class Node:
         data_parallel: int = 1,
         module: str = "tests.inference_node.small_chunks",
         max_restarts: int = 5,
+        vllm: Sequence[str] = (),
     ) -> None:
         self.kind, self.folder, self.workers = kind, folder, tensor_parallel * data_parallel
         # Processes start one after the other, each with imports of a minute on a busy machine.
@@ -155,6 +156,7 @@ class Node:
             "extra_args": [
                 *TOKEN_ROUTES,
                 *([] if data_parallel == 1 else ["--data-parallel-size", str(data_parallel)]),
+                *vllm,
             ],
         }
         (folder / "inference.json").write_text(json.dumps(config))

@@ -69,6 +69,14 @@ def test_what_would_fail_later(
     assert said in check(file, override)
 
 
+def test_adapters_of_experts_are_served_only_merged(file: Path, models: dict[str, Path]) -> None:
+    mixture = (f"model={models['qwen3_moe']}", "publication.rollout_weights=lora")
+    assert "serves no adapters of experts: set trainer.lora.targets" in check(file, *mixture)
+    attention = (*mixture, 'trainer.lora.targets=["q_proj", "o_proj"]')
+    assert "no mixture of experts with adapters on a CPU" in check(file, *attention)
+    assert check(file, *attention[:1], attention[2]) == "ok"
+
+
 def test_a_trainer_on_gpus_names_them(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(index=0, name="H200", memory_mib=143771, driver="d")
     monkeypatch.setattr(up, "list_gpus", lambda: [gpu])

@@ -102,6 +102,34 @@ def test_defaults_are_the_devices(overrides, expected, tmp_path):
     assert chosen == expected[3:]
 
 
+def test_rollout_weights_are_one_for_all_roles(tmp_path):
+    """vLLM makes room for the adapter that the trainer trains."""
+    lora, file = "publication.rollout_weights=lora", written(tmp_path)
+    run = load(file, [lora, "trainer.lora.rank=12", 'inference.extra_args=["--seed", "1"]'])
+    assert run.trainer_config().rollout_weights == "lora"
+    room = ("--enable-lora", "--max-loras", "1", "--max-lora-rank", "16")
+    assert run.inference_config(0).extra_args == (*room, "--seed", "1")
+    attention = load(file, [lora, 'trainer.lora.targets=["self_attn.q_proj", "o_proj"]'])
+    arguments = attention.inference_config(0).extra_args
+    assert arguments[-3:] == ("--lora-target-modules", "q_proj", "o_proj")
+    assert load(file).inference_config(0).extra_args == ()
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trainer.finetuning_type=full", "which has no adapters"),
+        ("trainer.numerics=served", "which trains on merged weights"),
+        ('trainer.lora.targets=["all-linear", "lm_head"]', "the lora target lm_head"),
+        ("trainer.lora.rank=1024", "a lora.rank above 512"),
+        (f'trainer.follow={{store = "s", key = "{"0" * 64}"}}', "trainer.follow"),
+    ],
+)
+def test_what_has_no_adapter_to_serve(override, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        load(written(tmp_path), ["publication.rollout_weights=lora", override])
+
+
 @pytest.mark.parametrize("table", ["publication", "trainer"])
 def test_the_rounding_is_one_for_both_tables(table, tmp_path):
     run = load(written(tmp_path), [f"{table}.rounding=nearest"])

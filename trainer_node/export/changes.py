@@ -144,7 +144,8 @@ class Published:
 
     def _merges(self, export: Export) -> TypeGuard[WireExport]:
         is_own = isinstance(export, WireExport) and not export.gathers
-        return is_own and not self._model.trains_all
+        is_merged = self._model.config.rollout_weights == "merged" and not self._model.trains_all
+        return is_own and is_merged
 
     def why_not(self, base_version: int, layout: Layout) -> str | None:
         """Why changes against this version cannot be encoded; None if they can."""

@@ -36,6 +36,7 @@ from trainer_node.adapters.linears import stack_of
 from trainer_node.adapters.lora import ExpertAdapter
 from trainer_node.adapters.merge import plan_merge
 from trainer_node.adapters.rounding import Corner, Rounding
+from trainer_node.export.adapter_tensors import AdapterTensors, is_matrix
 from trainer_node.export.gather_plan import (
     ChunkPlan,
     Held,
@@ -205,7 +206,9 @@ class WireExport:
             if spec.name in probed.held
         }
         mine_by_name = {name: tensor for name, tensor in mine_by_name.items() if tensor.pieces}
-        adapter_of, problem = _plan_adapters(model, mine_by_name)
+        adapter_of, problem = dict[str, Delta](), None
+        if model.config.rollout_weights == "merged":
+            adapter_of, problem = _plan_adapters(model, mine_by_name)
         held = [asdict(piece) for tensor in mine_by_name.values() for piece in tensor.held()]
         everyones = objects.all_gather(
             (problem, held, list(probed.streamed)), group=model.control_group
@@ -219,10 +222,11 @@ class WireExport:
         self._streamed = Streamed(
             model,
             sorted({number for _, _, tasks in everyones for number in tasks}),
-            [spec for spec in specs if spec.name not in known],
+            [spec for spec in specs if spec.name not in known and not is_matrix(spec.name)],
         )
-        # Bridge gives each rank the whole tensor, so rank 0's counts.
-        for name, tensor in self._streamed.buffers.items():
+        self._adapters = AdapterTensors(model, specs)
+        # Every rank has the whole tensor, or rank 0 has it, so rank 0's counts.
+        for name, tensor in (self._streamed.buffers | self._adapters.buffers).items():
             whole = LocalTensor.of(name, HfTensor.whole(tensor), tuple(tensor.shape))
             holdings[0] += whole.held()
             mine_by_name[name] = whole
@@ -288,6 +292,7 @@ class WireExport:
             OutOfStep: a collective failed.
         """
         self._streamed.take()
+        self._adapters.take()
         self._exchange.start(limit=limit)
 
     @property

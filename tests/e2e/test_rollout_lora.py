@@ -1,0 +1,132 @@
+"""Versions served from base and adapter by vLLM's LoRA kernels: real Megatron, real vLLM."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from orchestrator.protocol.messages import (
+    InitialSync,
+    LossSpec,
+    OptimParams,
+    Resync,
+    TrainMerged,
+    batch_specs,
+)
+from splice.client.run_file import RunFile
+from splice.cluster import Cluster
+from tests.e2e.batches import PROMPT, as_batch
+from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
+from tests.e2e.servers import scored
+
+pytestmark = pytest.mark.timeout(900)
+TAU = 1e-4
+"""How far a served log-prob may be from transformers' in fp32."""
+
+
+def run_file(folder: Path, model: Path, **more: Any) -> RunFile:
+    tables: dict[str, Any] = {
+        "publication": {"rollout_weights": "lora"},
+        "trainer": {"python": TRAINER_PYTHON},
+        "inference": {
+            "python": INFERENCE_PYTHON,
+            "max_model_len": 256,
+            "cpu_kv_cache_gb": 0.1,
+        },
+    }
+    for table, values in more.items():
+        tables[table] |= values
+    return RunFile(name="tiny", model=model, run_dir=folder / "run", **tables)
+
+
+def train(cluster: Cluster, *, lr: float = 1e-2) -> Any:
+    answer = [3, 4, 5, 6]
+    specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + len(answer))
+    job = TrainMerged(loss=LossSpec(name="cross_entropy"), optim=OptimParams(lr=lr), tensors=specs)
+    return cluster.client.run(job, buffers=as_batch(answer), timeout_s=300.0)
+
+
+def expected(model: Path, version: Path) -> list[float]:
+    """Log-probs of the prompt by transformers and PEFT, from a version's adapter."""
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        adapted = PeftModel.from_pretrained(base, version / "adapter").eval()
+        logprobs_TV = adapted(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
+    return logprobs_TV.gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0].tolist()
+
+
+def difference(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("mode", "parallel", "workers", "replicas"),
+    [
+        pytest.param("in_place", {}, 1, 1, id="1-1"),
+        pytest.param("shadow", {"tensor": 2}, 2, 1, id="tp2-tp2-shadow"),
+    ],
+)
+def test_a_version_is_the_base_and_its_adapter(
+    models: dict[str, Path],
+    tmp_path: Path,
+    mode: str,
+    parallel: dict[str, int],
+    workers: int,
+    replicas: int,
+) -> None:
+    run = run_file(
+        tmp_path,
+        models["qwen3"],
+        publication={"mode": mode},
+        trainer={"parallel": parallel},
+        inference={"tensor_parallel": workers, "replicas": replicas},
+    )
+    with Cluster(run) as cluster:
+        first = cluster.client.run(InitialSync(), timeout_s=300.0)
+        url = cluster.base_urls[0]
+        served = [scored(url, "tiny@0")]
+        steps = []
+        for version in (1, 2, 3):
+            steps.append(train(cluster))
+            served.append(scored(url, f"tiny@{version}"))
+            assert scored(url, "tiny") == served[-1]
+            folder = run.run_dir / "versions" / str(version)
+            assert difference(served[-1], expected(models["qwen3"], folder)) < TAU
+        again = cluster.client.run(Resync(), timeout_s=300.0)
+        assert scored(url, "tiny@3") == served[-1]
+    assert (first.sent, again.sent) == ("full", "full")
+    assert again.num_tensors == first.num_tensors
+    for result in steps:
+        assert result.sent == "changed" and result.mode == mode and result.attempts == 1
+        assert result.num_verified == result.num_tensors and not result.unverified
+        assert result.bytes_sent < 0.5 * first.bytes_sent
+    assert min(difference(a, b) for a, b in itertools.pairwise(served)) > 10 * TAU
+
+
+def test_a_trainer_that_dies_and_a_run_that_is_resumed(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both publish the base again, with the adapter of the version."""
+    marker, run = tmp_path / "killed", run_file(tmp_path, models["qwen3"])
+    monkeypatch.setenv("SPLICE_TEST_KILL_MARKER", str(marker))
+    monkeypatch.setenv("SPLICE_TEST_KILL_PIECE", "1")  # an adapter is one piece
+    token, versions = "a-token-of-this-run", run.run_dir / "versions"
+    with Cluster(run, run_token=token, trainer_module="tests.e2e.faulty_trainer") as cluster:
+        cluster.client.run(InitialSync(), timeout_s=300.0)
+        result = train(cluster)
+        assert marker.exists() and result.attempts == 2 and result.sent == "full"
+        assert result.num_verified == result.num_tensors
+        served = scored(cluster.base_urls[0], "tiny@1")
+        assert difference(served, expected(models["qwen3"], versions / "1")) < TAU
+    with Cluster(run, file=run.run_dir / "run.json", run_token=token) as cluster:
+        assert cluster.client.run(Resync(), timeout_s=300.0).sent == "full"
+        assert scored(cluster.base_urls[0], "tiny@1") == served
+        assert train(cluster).sent == "changed"
+        served = scored(cluster.base_urls[0], "tiny@2")
+        assert difference(served, expected(models["qwen3"], versions / "2")) < TAU

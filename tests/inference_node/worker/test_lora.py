@@ -1,0 +1,32 @@
+"""A real vLLM with --enable-lora: base and adapter arrive, are verified, and are what it serves."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.inference_node import lora_engine
+from tests.inference_node.adapters import PREFIX
+from tests.inference_node.conftest import ENGINE_S, Run
+
+TAU = 1e-4
+"""How far a served log-prob may be from transformers' in fp32."""
+pytestmark = pytest.mark.timeout(ENGINE_S + 60.0)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2"])
+def test_what_vllm_computes_is_the_base_with_the_adapter(forked: Run, name: str) -> None:
+    """Also after another adapter had more linears and a larger rank."""
+    found = forked(lora_engine.run, name)
+    assert found.refused == "" and found.wrong == [] and found.unverified == {}
+    assert found.kinds == {"staged"}  # in place, although this CPU's base takes the reload
+    assert max(found.differences) < TAU, found.differences
+    assert min(found.moved) > 0.5, found.moved
+    # A bit of what vLLM holds is another one.
+    assert found.broken == [f"{PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight"]
+
+
+def test_a_linear_that_vllm_has_no_adapter_for_is_refused_by_name(forked: Run) -> None:
+    wrapped = ("q_proj", "k_proj", "v_proj")
+    found = forked(lora_engine.run, "qwen3", ("q_proj", "o_proj"), wrapped)
+    assert f"{PREFIX}model.layers.0.self_attn.o_proj.lora_A.weight" in found.refused
+    assert "trainer.lora.targets" in found.refused

@@ -12,7 +12,7 @@ import os
 import signal
 from typing import Any
 
-from inference_node.shared.names import ENGINE_NAME, SUPERVISED
+from inference_node.shared.names import ENGINE_NAME, EXACT, SUPERVISED
 from orchestrator.processes.parent import die_with_parent
 
 
@@ -27,6 +27,10 @@ def register() -> None:
             ENGINE_NAME, "inference_node.worker.engine", "SpliceEngine"
         )
     repair_rotary_on_cpu()
+    if os.environ.get(EXACT) == "1":
+        from inference_node.worker import exact
+
+        exact.install()
 
 
 def repair_rotary_on_cpu() -> None:

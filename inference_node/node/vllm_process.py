@@ -125,6 +125,7 @@ def environment(config: InferenceConfig, *, secret: str, watchdog_endpoint: str)
         names.MAX_BODY_BYTES: str(config.max_body_bytes),
         names.WATCHDOG: watchdog_endpoint,
         names.ALLOW_UNVERIFIED: str(int(config.allow_unverified)),
+        names.EXACT: str(int(config.exact)),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }

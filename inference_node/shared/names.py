@@ -22,6 +22,8 @@ WATCHDOG = "SPLICE_WATCHDOG"
 """Environment variable: the node's PUB socket, e.g. tcp://127.0.0.1:40123."""
 ALLOW_UNVERIFIED = "SPLICE_ALLOW_UNVERIFIED"
 """Environment variable: "1" if quantised weights may be reloaded that cannot be verified."""
+EXACT = "SPLICE_EXACT"
+"""Environment variable: "1" if vLLM computes with `exact_kernels`."""
 RUN_TOKEN = "SPLICE_RUN_TOKEN"
 """Environment variable: the run's token, which only the node gets."""
 

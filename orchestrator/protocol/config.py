@@ -14,13 +14,14 @@ from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_v
 
 from orchestrator.errors import ConfigError
 from orchestrator.processes.interfaces import is_wildcard
+from orchestrator.protocol import exact
 from orchestrator.protocol.messages import Message, Transport
 
 Device = Literal["cpu", "cuda"]
 FinetuningType = Literal["lora", "full"]
 MemoryMode = Literal["resident", "offload", "exit"]
 RoundingMode = Literal["stochastic", "nearest"]
-Numerics = Literal["adapters", "served"]
+Numerics = Literal["adapters", "served", "exact"]
 RolloutWeights = Literal["merged", "lora"]
 ALL_LINEAR = "all-linear"
 """PEFT's name for every linear but the output layer."""
@@ -310,7 +311,10 @@ class TrainerConfig(Settings):
     adapters: the base and the adapters' products.
     served: the merged weights, bit for bit those of the next publication. The adapters get the
     gradients of the merge (straight-through). Takes the memory of the adapted weights once more,
-    and a merge for each pass. Not with `lora.dropout`, `compile` or finetuning_type `full`."""
+    and a merge for each pass. Not with `lora.dropout`, `compile` or finetuning_type `full`.
+    exact: as served, and trainer and sampler compute the same bits: the largest log-prob gap of an
+    on-policy batch must be 0.0. Only on a CPU, in float32, for some dense models; slow. See
+    docs/exactness.md."""
     gap_split_steps: Annotated[int, Field(ge=0)] = 10
     """Optimizer steps between two on-policy jobs that tell how much of the log-prob gap comes from
     the merged weights (metrics `gap_weights_mean` and `gap_arithmetic_mean`). Such a job scores one
@@ -349,7 +353,7 @@ class TrainerConfig(Settings):
 
     @model_validator(mode="after")
     def _can_serve(self) -> TrainerConfig:
-        if self.numerics != "served":
+        if self.numerics == "adapters":
             return self
         what, why = "", ""
         if self.finetuning_type == "full":
@@ -358,8 +362,10 @@ class TrainerConfig(Settings):
             what, why = "lora.dropout", "which no served weights have"
         elif self.compile:
             what, why = "compile", "with which it was not tested"
+        elif self.numerics == "exact":
+            what, why = exact.trainer_obstacle(self) or ("", "")
         if what:
-            raise ValueError(f"numerics = 'served' does not go with {what}, {why}; drop one")
+            raise ValueError(f"numerics = {self.numerics!r} does not go with {what}, {why}; drop one")
         return self
 
     @model_validator(mode="after")
@@ -368,7 +374,9 @@ class TrainerConfig(Settings):
             return self
         refused = {
             "finetuning_type = 'full', which has no adapters": self.finetuning_type == "full",
-            "numerics = 'served', which trains on merged weights": self.numerics == "served",
+            f"numerics = {self.numerics!r}, which trains on merged weights": (
+                self.numerics != "adapters"
+            ),
             "trainer.follow, whose store has merged weights": self.follow is not None,
             "the lora target lm_head": any(t.endswith(LM_HEAD) for t in self.lora.targets),
             f"a lora.rank above {VLLM_RANKS[-1]}": self.lora.rank > VLLM_RANKS[-1],
@@ -428,6 +436,8 @@ class InferenceConfig(Settings):
     """Share of a GPU's memory that vLLM takes."""
     cpu_kv_cache_gb: float = Field(default=0.5, gt=0)
     """KV cache on a CPU, in GiB."""
+    exact: bool = False
+    """Whether vLLM computes with the operations of `trainer.numerics = "exact"`, which sets it."""
     enforce_eager: bool = True
     """False: vLLM captures CUDA graphs, which generate faster and start slower."""
     extra_args: tuple[str, ...] = ()
@@ -442,3 +452,10 @@ class InferenceConfig(Settings):
     node ends."""
     log_file: Path | None = None
     """File for vLLM's output. None: the node's stderr."""
+
+    @model_validator(mode="after")
+    def _can_be_exact(self) -> InferenceConfig:
+        if self.exact and (found := exact.inference_obstacle(self)):
+            what, why = found
+            raise ValueError(f"numerics = 'exact' does not go with {what}, {why}; drop one")
+        return self

@@ -170,6 +170,14 @@ class RunFile(Settings):
             if isinstance(own, dict):
                 taken = {key: shared[key] for key in keys if key in shared}
                 shared[role] = {**defaults[role], **taken, **own}
+        trainer, inference = shared.get("trainer"), shared.get("inference")
+        if isinstance(trainer, dict) and isinstance(inference, dict):
+            is_exact = trainer.get("numerics") == "exact"
+            if inference.setdefault("exact", is_exact) != is_exact:
+                raise ValueError(
+                    f"inference.exact is {inference['exact']}, and trainer.numerics "
+                    f"{trainer.get('numerics', 'adapters')!r}; give only trainer.numerics"
+                )
         return _share_publishing(shared)
 
     @model_validator(mode="after")

@@ -134,9 +134,13 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):
         self.layer_norm_weight, self.layer_norm_bias = _norm_params(config, input_size)
         self.return_layernorm_output = False
 
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise [s, b, h]."""
+        return _norm(x, self.layer_norm_weight, self.layer_norm_bias, self.config, self.eps)
+
     def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Normalise [s, b, h] and project it."""
-        normed = _norm(input_, self.layer_norm_weight, self.layer_norm_bias, self.config, self.eps)
+        normed = self.normed(input_)
         out, bias = super().forward(normed, *args, **kwargs)
         return ((out, normed), bias) if self.return_layernorm_output else (out, bias)
 

@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import TrainerConfig
+from orchestrator.protocol.exact import model_obstacle
 from trainer_node.adapters.lora import AdapterSet
 from trainer_node.hf import language_part
 from trainer_node.hf.checkpoint import HfCheckpoint, tensor_files, warn_of_rounding
@@ -59,6 +60,8 @@ def build(config: TrainerConfig, hf_config: Any) -> Model:
         ConfigError: the config and the checkpoint do not fit together.
     """
     objects.restrict_torch()
+    if config.numerics == "exact" and (found := model_obstacle(hf_config.to_dict())):
+        raise ConfigError(f"numerics = 'exact' does not go with {found[0]}, {found[1]}")
     device = topology.join(config)
     control_group, saving_group = topology.group_of_all("gloo"), topology.group_of_all("gloo")
     gather_group = topology.group_of_all()
@@ -177,6 +180,10 @@ def _megatron_model(config: TrainerConfig, provider: Any, device: torch.device) 
     first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
     model = provider.provide(pre_process=first, post_process=last)
     providers.settle(model, provider)
+    if config.numerics == "exact":
+        from trainer_node.backends import exact  # of the CPU tier: it imports the stand-ins
+
+        exact.use(model, provider)
     model.to(device)
     if first:
         recompute.follow(model)

@@ -52,6 +52,8 @@ def obstacle(module: Any, provider: Any, config: TrainerConfig) -> str | None:
     forwards = (Attention.forward, MultiLatentAttention.forward, Gemma3SelfAttention.forward)
     if not config.shared_prefixes:
         return "shared_prefixes is off"
+    if config.numerics == "exact":
+        return "numerics = 'exact' computes each sequence as the sampler does"
     if config.finetuning_type == "lora" and config.lora.dropout:
         return "lora.dropout is not 0"
     if config.parallel.context > 1:

@@ -67,7 +67,7 @@ def metrics(trainer: Trainer, batch: Batch, loss: LossSpec) -> dict[str, float]:
     allowed = loss.allowed_token_ids
     served_T, _ = trainer.forward(first, allowed_token_ids=allowed, mode="served")
     learns_T = served_T
-    if trainer.model.config.numerics != "served":
+    if trainer.model.config.numerics == "adapters":
         learns_T, _ = trainer.forward(first, allowed_token_ids=allowed)
     return {
         "gap_weights_mean": float((learns_T - served_T)[mask_T].abs().mean()),

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from exact_kernels import kernels
+
 LOGITS_PER_CHUNK = 2**26
 """Logits that exist at a time, in the forward and the backward pass: 256 MiB in fp32, a few times
 over."""
@@ -33,6 +35,7 @@ def linear_statistics(
     temperatures_N: torch.Tensor | None = None,
     learned_N: torch.Tensor | None = None,
     logits_per_chunk: int = LOGITS_PER_CHUNK,
+    is_exact: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log p(target) and entropy of `softmax(hidden @ weight.T / temperature)`, fp32, in
     nats.
@@ -57,6 +60,7 @@ def linear_statistics(
         temperatures_N: None: 1.
         learned_N: index of the positions that the caller differentiates; None: all. The backward
             pass leaves the others out.
+        is_exact: whether log-probs have the bits of `exact_kernels`; only with all rows.
     """
     num_rows = weight_VH.shape[0]
     head = _Head(
@@ -66,6 +70,7 @@ def linear_statistics(
         temperatures_N1=None if temperatures_N is None else temperatures_N[:, None],
         learned_N=learned_N,
         chunk=max(1, logits_per_chunk // num_rows),
+        exact_rows=vocab_size if is_exact else 0,
     )
     log_probs_N, entropy_N = _LinearStatistics.apply(hidden_NH.to(weight_VH.dtype), weight_VH, head)
     return log_probs_N, entropy_N
@@ -83,6 +88,8 @@ class _Head:
     learned_N: torch.Tensor | None
     """Index of the positions with a gradient; None: all."""
     chunk: int
+    exact_rows: int
+    """Rows of the vocabulary, if log-probs must be exact; else 0."""
 
     def learned(self, values_N: Any) -> Any:
         """Return the values of the positions with a gradient."""
@@ -105,7 +112,8 @@ class _Head:
     ) -> torch.Tensor:
         """Divided by the temperature; fp32 (or fp64), -inf where a row does not count. [C, V], the
         caller's to overwrite."""
-        logits = functional.linear(hidden_NH[chunk], weight_VH)
+        product = kernels.linear if self.exact_rows else functional.linear
+        logits = product(hidden_NH[chunk], weight_VH)
         logits = logits if logits.dtype is torch.float64 else logits.float()
         if self.temperatures_N1 is not None:
             logits.div_(self.temperatures_N1[chunk])
@@ -138,7 +146,7 @@ class _LinearStatistics(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sums of each chunk against the rank's own maximum, then once over the ranks."""
         parts = [_chunk_sums(head, c, hidden_NH, weight_VH) for c in head.chunks()]
-        target_N, local_top_N, sum_N, energy_N = torch.cat(parts, dim=1)
+        target_N, local_top_N, sum_N, energy_N, *exact = torch.cat(parts, dim=1)
         top_N = local_top_N.clone()
         if head.group is not None:
             dist.all_reduce(top_N, op=dist.ReduceOp.MAX, group=head.group)
@@ -157,7 +165,7 @@ class _LinearStatistics(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         kept = map(head.learned, (hidden_NH, top_N, log_sum_N, entropy_N))
         ctx.save_for_backward(weight_VH, *kept)
-        return target_N - top_N - log_sum_N, entropy_N
+        return exact[0] if exact else target_N - top_N - log_sum_N, entropy_N
 
     @staticmethod
     def backward(
@@ -206,9 +214,13 @@ def _chunk_sums(
     head: _Head, chunk: slice, hidden_NH: torch.Tensor, weight_VH: torch.Tensor
 ) -> torch.Tensor:
     """Return [4, C]: the target's logit (0 on other ranks), and over this rank's rows max l, sum
-    e^(l - max), and sum e^(l - max) (l - max)."""
+    e^(l - max), and sum e^(l - max) (l - max). [5, C] if log-probs must be exact: they follow."""
     logits = head.logits(chunk, hidden_NH, weight_VH)
     row_C, here_C = head.here(chunk)
+    exact = []
+    if head.exact_rows:
+        log_p_CV = kernels.log_softmax(logits[:, : head.exact_rows])
+        exact = [log_p_CV.gather(1, row_C[:, None])[:, 0]]
     picked_C = logits.gather(1, row_C[:, None])[:, 0]
     target_C = torch.where(here_C, picked_C, torch.zeros_like(picked_C))
     top_C = logits.amax(dim=1)
@@ -216,7 +228,7 @@ def _chunk_sums(
     weights = logits.exp()
     # A row that does not count is 0 * -inf, NaN, and left out. Any other NaN is in `weights` too.
     energy_C = logits.mul_(weights).nansum(dim=1)
-    return torch.stack([target_C, top_C, weights.sum(dim=1), energy_C])
+    return torch.stack([target_C, top_C, weights.sum(dim=1), energy_C, *exact])
 
 
 def linear_values(

@@ -368,6 +368,7 @@ def _statistics(
         group=group,
         temperatures_N=temperatures_M,
         learned_N=micro.loss_M,
+        is_exact=model.config.numerics == "exact",
     )
     entropy_M = entropy_M if learns_entropy else entropy_M.detach()
     if micro.here_M is None:

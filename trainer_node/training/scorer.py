@@ -94,12 +94,12 @@ class Scorer:
 
     def _scoring(self, mode: Mode | None) -> contextlib.AbstractContextManager[None]:
         """What a forward pass without a backward pass computes with."""
-        numerics = self.model.config.numerics
-        mode = mode or numerics
+        is_served = self.model.config.numerics != "adapters"
+        mode = mode or ("served" if is_served else "adapters")
         if mode != "served":
             return self.model.adapters.switched(mode)
         served = served_weights.of(self.model)
-        return served.all() if numerics == "served" else served.one_by_one()
+        return served.all() if is_served else served.one_by_one()
 
     def share_of(self, tokens: int) -> float:
         """Share of the layers that a pack of this many tokens recomputes in its backward pass; the

@@ -1,0 +1,1 @@
+"""The operations that trainer and sampler share where both must compute the same bits."""

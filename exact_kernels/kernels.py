@@ -1,0 +1,213 @@
+"""Operations of a decoder whose bits for a token depend on nothing but the token and those before
+it: not on its batch, its place in it, the number of threads, or prefill against decode.
+
+With `trainer.numerics = "exact"` Megatron and vLLM both compute with them, on a CPU in fp32.
+
+- A product runs on blocks of `ROWS` rows, so the library always gets one shape. That a row's bits
+  then do not depend on its place is checked at the start (`obstacle`).
+- A sum over features is a product with ones.
+- Everything else is made of IEEE additions, multiplications, divisions and square roots, which
+  round the same way in every kernel. torch's own exp differs in vectors and at their ends.
+- Attention takes queries in blocks that begin at multiples of `ROWS` and keys in blocks of `KEYS`,
+  counted from the sequence's beginning.
+
+A backward pass is the ordinary one of the same function: `differentiable`.
+
+Axes: N = tokens, I = in, O = out, H = features, A = heads, G = key-value heads, D = their size,
+Q = tokens that attend, K = those and all before them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+ROWS = 32
+"""Rows of every product, and queries of a block."""
+KEYS = 64
+"""Keys of a block: a multiple of `ROWS`, so that the queries of a block end in the same one."""
+_ONES = 16
+"""Columns of the product that sums up: one column would be another routine."""
+_LOG2_E = 1.4426950408889634
+_LN2 = (0.693359375, -2.12194440e-4)
+"""ln 2 in two parts, of which n times the first is exact."""
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1,
+        5.0000001201e-1)  # fmt: skip # a polynomial
+"""exp(r) = 1 + r + r^2 (... r + 0.5) for |r| <= ln 2 / 2 (Moshier's Cephes, expf)."""
+_LEAST = -87.0
+"""exp of less is 0 here."""
+
+
+def linear(
+    x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[..., I] -> [..., O]."""
+    x_NI = x.reshape(-1, x.shape[-1])
+    num, weight_IO = len(x_NI), weight_OI.t()
+    out_NO = x_NI.new_empty(-(-num // ROWS) * ROWS, len(weight_OI))
+    for start in range(0, num, ROWS):
+        block = x_NI[start : start + ROWS]
+        if len(block) < ROWS:
+            block = functional.pad(block, (0, 0, 0, ROWS - len(block)))
+        torch.mm(block.contiguous(), weight_IO, out=out_NO[start : start + ROWS])
+    out_NO = out_NO[:num]
+    if bias_O is not None:
+        out_NO = out_NO + bias_O
+    return out_NO.view(*x.shape[:-1], -1)
+
+
+@functools.cache
+def obstacle(shape_OI: tuple[int, int]) -> str:
+    """Why products with a weight of this shape are not exact on this host; empty: they are."""
+    generator = torch.Generator().manual_seed(0)
+    weight_OI = torch.randn(shape_OI, generator=generator)
+    x = torch.randn(ROWS, shape_OI[1], generator=generator)
+    want = linear(x, weight_OI)
+    turned = linear(x.roll(5, 0), weight_OI).roll(-5, 0)
+    single = torch.cat([linear(row[None], weight_OI) for row in x[:3]])
+    if torch.equal(want, turned) and torch.equal(want[:3], single):
+        return ""
+    return (
+        f"a product of shape {shape_OI} depends on a row's place in its block on this "
+        "processor, with this torch"
+    )
+
+
+def rms_norm(x: torch.Tensor, gamma_H: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over the last axis (Zhang and Sennrich 2019)."""
+    size = x.shape[-1]
+    squares = linear(x * x, x.new_ones(_ONES, size))[..., :1]
+    return x / (squares / size + eps).sqrt() * gamma_H
+
+
+def exp(x: torch.Tensor) -> torch.Tensor:
+    """exp of numbers that are 0 or less, to about a unit in the last place."""
+    inside = x.clamp(min=_LEAST)
+    n = (inside * _LOG2_E).round_()
+    r = inside.sub_(n * _LN2[0]).sub_(n * _LN2[1])
+    p = torch.full_like(r, _EXP[0])
+    for factor in _EXP[1:]:
+        p.mul_(r).add_(factor)
+    p.mul_(r).mul_(r).add_(r).add_(1.0)
+    power = ((n.to(torch.int32) + 127) << 23).view(torch.float32)
+    return p.mul_(power).masked_fill_(x < _LEAST, 0.0)
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """x / (1 + exp(-x))."""
+    small = exp(-x.abs())
+    return x * (torch.where(x >= 0, torch.ones_like(x), small) / (small + 1.0))
+
+
+def cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of a rotary table [positions from 0 on, D / 2], in fp64 and rounded once.
+    Blocks of positions have one shape each, and so the same vectors."""
+    num = len(angles)
+    padded = functional.pad(angles, (0, 0, 0, -num % ROWS)).double()
+    blocks = padded.split(ROWS)
+    cos, sin = (torch.cat([f(b) for b in blocks])[:num].float() for f in (torch.cos, torch.sin))
+    return cos, sin
+
+
+def rotate(x_NAD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn the halves of each head (Su et al. 2021); cos and sin are [N, D / 2]."""
+    first, second = x_NAD.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def attend(
+    query_QAD: torch.Tensor, key_KGD: torch.Tensor, value_KGD: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Causal attention of a sequence's last Q tokens. [Q, A, D] -> [Q, A * D]."""
+    given, length = len(query_QAD), len(key_KGD)
+    first, group = length - given, query_QAD.shape[1] // key_KGD.shape[1]
+    keys_AKD, values_AKD = (
+        _padded(t, length, KEYS).transpose(0, 1).repeat_interleave(group, dim=0)
+        for t in (key_KGD, value_KGD)
+    )
+    # The column of ones gives the sum of the weights.
+    values = torch.cat([values_AKD, torch.ones_like(values_AKD[..., :1])], dim=-1).contiguous()
+    keys = keys_AKD.transpose(1, 2).contiguous()
+    skipped = first % ROWS
+    queries = _padded(functional.pad(query_QAD, (0, 0, 0, 0, skipped, 0)), skipped + given, ROWS)
+    outputs = [
+        _attend_block(block.transpose(0, 1).contiguous() * scale, keys, values, at)
+        for at, block in zip(
+            range(first - skipped, length, ROWS), queries.split(ROWS), strict=True
+        )
+    ]
+    return torch.cat(outputs)[skipped : skipped + given].flatten(1)
+
+
+def _attend_block(
+    query_AQD: torch.Tensor, keys_ADK: torch.Tensor, values_AKV: torch.Tensor, at: int
+) -> torch.Tensor:
+    """The block of queries from position `at` on: [Q, A, D]."""
+    blocks = range(0, at + ROWS, KEYS)
+    scores = torch.cat(
+        [torch.bmm(query_AQD, keys_ADK[..., k : k + KEYS].contiguous()) for k in blocks], dim=-1
+    )
+    place = torch.arange(scores.shape[-1])
+    scores.masked_fill_(place > torch.arange(at, at + ROWS)[:, None], -torch.inf)
+    weights = exp(scores - scores.amax(-1, keepdim=True))
+    total = None
+    for k in blocks:
+        part = torch.bmm(
+            weights[..., k : k + KEYS].contiguous(), values_AKV[:, k : k + KEYS].contiguous()
+        )
+        total = part if total is None else total + part
+    assert total is not None
+    return (total[..., :-1] / total[..., -1:]).transpose(0, 1)
+
+
+def _padded(x: torch.Tensor, length: int, multiple: int) -> torch.Tensor:
+    return functional.pad(x, (0, 0, 0, 0, 0, -length % multiple))
+
+
+def log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """vLLM's own: torch sums each row by itself."""
+    return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+
+
+# ---------------------------------------------------------------- backward
+
+
+def differentiable(
+    exact: Callable[..., torch.Tensor], ordinary: Callable[..., torch.Tensor], *args: torch.Tensor
+) -> torch.Tensor:
+    """`exact(*args)`, with the gradients of `ordinary`, the same function of the same tensors."""
+    result: torch.Tensor = _Both.apply(exact, ordinary, *args)
+    return result
+
+
+class _Both(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        exact: Callable[..., torch.Tensor],
+        ordinary: Callable[..., torch.Tensor],
+        *args: torch.Tensor,
+    ) -> torch.Tensor:
+        """Keeps the inputs only."""
+        ctx.ordinary = ordinary
+        ctx.save_for_backward(*args)
+        return exact(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Run the ordinary function again."""
+        wanted = ctx.needs_input_grad[2:]
+        with torch.enable_grad():
+            args = [
+                t.detach().requires_grad_(w) for t, w in zip(ctx.saved_tensors, wanted, strict=True)
+            ]
+            out = ctx.ordinary(*args)
+            found = iter(
+                torch.autograd.grad(out, [t for t in args if t.requires_grad], grads[0])
+            )
+        return None, None, *(next(found) if w else None for w in wanted)

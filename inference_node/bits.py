@@ -1,0 +1,138 @@
+"""Writes what vLLM computes, operation by operation: the sampler's side of `splice check --bits`.
+
+    python -m inference_node.bits --model FOLDER --dtype float32 --out FILE [--exact]
+
+Sequences are prefilled together, with a hook on each module. Then prompts are answered at
+temperature 1, together. vLLM runs in this process, on the CPU. See `exact_kernels.bits`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from exact_kernels import bits
+from inference_node.shared import names
+
+Found = dict[str, list[torch.Tensor]]
+
+
+def _first(out: Any) -> torch.Tensor:
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _hooks(model: nn.Module, found: Found) -> list[Any]:
+    """Keep what modules return, under the names of `bits.OPERATIONS`."""
+    handles: list[Any] = []
+
+    def keep(name: str, tensor: torch.Tensor) -> None:
+        found.setdefault(name, []).append(tensor.detach().flatten(1).clone())
+
+    def after(module: nn.Module | None, name: str, take: Callable[[Any], Any] = _first) -> None:
+        if module is not None:
+            hook = lambda _m, _a, out: keep(name, take(out))  # noqa: E731
+            handles.append(module.register_forward_hook(hook))
+
+    def before(module: nn.Module, name: str, take: Callable[[Any], Any] = _first) -> None:
+        hook = lambda _m, args: keep(name, take(args))  # noqa: E731
+        handles.append(module.register_forward_pre_hook(hook))
+
+    inner = model.model
+    after(inner.embed_tokens, "embedding")
+    after(inner.norm, "final_norm")
+    for number, layer in enumerate(inner.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        after(layer.input_layernorm, f"{number}.input_norm")
+        after(attention.qkv_proj, f"{number}.qkv")
+        heads = (attention.num_heads, attention.num_kv_heads)
+        for name, count in zip(("q_norm", "k_norm"), heads, strict=True):
+            after(
+                getattr(attention, name, None),
+                f"{number}.{name}",
+                lambda out, n=count: out.reshape(-1, n * out.shape[-1]),
+            )
+        # One module turns q and k of all layers.
+        before(attention.attn, f"{number}.rope", lambda args: torch.cat(args[:2], dim=-1))
+        after(attention.attn, f"{number}.attention")
+        after(attention.o_proj, f"{number}.attention_out")
+        after(layer.post_attention_layernorm, f"{number}.mlp_norm")
+        after(layer.post_attention_layernorm, f"{number}.residual", lambda out: out[1])
+        after(getattr(mlp, "gate_up_proj", None), f"{number}.gate_up")
+        after(getattr(mlp, "gate", None), f"{number}.router")
+        if (down := getattr(mlp, "down_proj", None)) is not None:
+            before(down, f"{number}.swiglu")
+            after(down, f"{number}.down")
+        else:
+            after(mlp, f"{number}.experts")
+    return handles
+
+
+@torch.no_grad()
+def record(model: Path, dtype: str) -> dict[str, torch.Tensor]:
+    """Run vLLM and return what it computed."""
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    llm = LLM(
+        model=str(model), dtype=dtype, enforce_eager=True, max_model_len=256, seed=0,
+        kv_cache_memory_bytes=1 << 28, logprobs_mode="processed_logprobs",
+        generation_config="vllm", enable_prefix_caching=False,
+    )  # fmt: skip # options
+    network = llm.llm_engine.model_executor.driver_worker.worker.get_model()
+    vocab = llm.llm_engine.model_config.get_vocab_size()
+    found: Found = {}
+    handles = _hooks(network, found)
+    asked = bits.sequences(vocab, bits.SEQUENCES)
+    only = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in asked], only, use_tqdm=False)
+    for handle in handles:
+        handle.remove()
+    result = {name: torch.cat(parts) for name, parts in found.items()}
+    result["logits"] = network.compute_logits(result["final_norm"])
+    result["log_probs"] = torch.log_softmax(result["logits"].float(), dim=-1)
+    params = SamplingParams(
+        max_tokens=bits.ANSWER, temperature=1.0, seed=3, logprobs=0, ignore_eos=True,
+        detokenize=False,
+    )  # fmt: skip # options
+    prompts = bits.sequences(vocab, bits.PROMPTS)
+    answers = llm.generate(
+        [TokensPrompt(prompt_token_ids=ids) for ids in prompts], params, use_tqdm=False
+    )
+    ids = [list(answer.outputs[0].token_ids) for answer in answers]
+    logprobs = [
+        entry[token].logprob
+        for answer, tokens in zip(answers, ids, strict=True)
+        for entry, token in zip(answer.outputs[0].logprobs, tokens, strict=True)
+    ]
+    result["sampled_tokens"] = torch.tensor(ids)
+    result[bits.SAMPLED] = torch.tensor(logprobs, dtype=torch.float32)
+    return result
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True)
+    parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    os.environ[names.EXACT] = str(int(options.exact))
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    result = record(options.model, options.dtype)
+    save_file({name: t.contiguous() for name, t in result.items()}, options.out)
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's engine in this process leaves threads that join slowly
+
+
+if __name__ == "__main__":
+    main()

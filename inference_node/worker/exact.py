@@ -1,0 +1,155 @@
+"""Lets vLLM compute with `exact_kernels`, on a CPU in fp32: `inference.exact`.
+
+    install()    in each process of vLLM, before it builds a model
+
+vLLM's own kernels for the CPU (oneDNN products, paged attention) give a token other bits with
+another batch. These methods of vLLM 0.28 to 0.33 are replaced: the products of linears and of the
+output layer, RMSNorm, SwiGLU, rotary embeddings, and attention with its KV cache, whose keys and
+values are kept as they are. A layer of another kind is refused when vLLM builds it. vLLM's sampler
+stays as it is.
+
+Axes: see `exact_kernels.kernels`; B = requests, S = slots of a block of the cache.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from exact_kernels import kernels
+from orchestrator.errors import ConfigError
+
+
+def install() -> None:
+    """Replace the methods, once."""
+    from vllm.model_executor.layers import activation, layernorm
+    from vllm.model_executor.layers import utils as layer_utils
+    from vllm.model_executor.layers.rotary_embedding import base
+    from vllm.v1.attention.backends import cpu_attn
+
+    layer_utils.dispatch_cpu_unquantized_gemm = _product
+    for cls, method in (
+        (layernorm.RMSNorm, _norm),
+        (activation.SiluAndMul, _swiglu),
+        (base.RotaryEmbedding, _rotate),
+    ):
+        cls.forward_cpu = cls.forward_native = method
+    base.RotaryEmbeddingBase._compute_cos_sin_cache = _table
+    impl = cpu_attn.CPUAttentionBackendImpl
+    if impl.forward is not _attend:
+        impl.__init__ = _checked(impl.__init__)
+        impl.forward, impl.do_kv_cache_update = _attend, _keep
+
+
+def _refuse(what: str) -> ConfigError:
+    return ConfigError(f'numerics = "exact" does not go with {what}; docs/exactness.md says why')
+
+
+def _product(layer: nn.Module, remove_weight: bool) -> None:  # noqa: ARG001 - vLLM's signature
+    weight = layer.weight
+    if weight.is_meta:
+        layer.cpu_linear = nn.functional.linear
+        return
+    if weight.dim() != 2 or weight.dtype is not torch.float32:
+        raise _refuse(f"a weight of shape {tuple(weight.shape)} in {weight.dtype}")
+    if why := kernels.obstacle(tuple(weight.shape)):
+        raise _refuse(f"this host: {why}")
+    layer.cpu_linear = kernels.linear
+
+
+def _norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+    if norm.variance_size_override is not None or not norm.has_weight:
+        raise _refuse("a norm over a part of its features, or without a weight")
+    summed = x if residual is None else x + residual
+    normed = kernels.rms_norm(summed, norm.weight.data, norm.variance_epsilon)
+    return normed if residual is None else (normed, summed)
+
+
+def _swiglu(_: Any, x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return kernels.silu(gate) * up
+
+
+def _table(rotary: Any) -> torch.Tensor:
+    """[positions, D]: cosines, then sines."""
+    places = torch.arange(rotary.max_position_embeddings, dtype=torch.float32)
+    inverse = rotary._compute_inv_freq(rotary.base)
+    return torch.cat(kernels.cos_sin(places[:, None] * inverse), dim=-1)
+
+
+def _rotate(
+    rotary: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if rotary.rotary_dim != rotary.head_size or not rotary.is_neox_style:
+        raise _refuse("rotary embeddings of a part of a head, or interleaved ones")
+    cos, sin = rotary.cos_sin_cache[positions.flatten()].chunk(2, dim=-1)
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        x_NAD = x.reshape(len(cos), -1, rotary.head_size)
+        return kernels.rotate(x_NAD, cos, sin).reshape(x.shape)
+
+    return turned(query), None if key is None else turned(key)
+
+
+def _checked(init: Any) -> Any:
+    def checked(impl: Any, *args: Any, **kwargs: Any) -> None:
+        init(impl, *args, **kwargs)
+        special = {
+            "a sliding window": impl.sliding_window >= 0,
+            "a cap of the attention's logits": bool(impl.logits_soft_cap),
+            "ALiBi": impl.alibi_slopes is not None,
+            "attention sinks": impl.sinks is not None,
+            f"attention of the kind {impl.attn_type}": impl.attn_type != "decoder",
+            f"a KV cache in {impl.kv_cache_dtype}": impl.kv_cache_dtype not in ("auto", "float32"),
+        }
+        if found := [what for what, has in special.items() if has]:
+            raise _refuse(found[0])
+
+    return checked
+
+
+def _keep(
+    _: Any,
+    layer: nn.Module,  # noqa: ARG001 - vLLM's signature
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write [N, G, D] keys and values to their slots; kv_cache is [blocks, G, S, 2 D]."""
+    slots = slot_mapping[slot_mapping >= 0]
+    block, offset = slots // kv_cache.shape[2], slots % kv_cache.shape[2]
+    kv_cache[block, :, offset] = torch.cat([key, value], dim=-1)[: len(slot_mapping)][
+        slot_mapping >= 0
+    ]
+
+
+def _attend(
+    impl: Any,
+    layer: nn.Module,  # noqa: ARG001 - vLLM's signature
+    query: torch.Tensor,
+    key: torch.Tensor,  # noqa: ARG001 - is in the cache
+    value: torch.Tensor,  # noqa: ARG001
+    kv_cache: torch.Tensor,
+    attn_metadata: Any,
+    output: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> torch.Tensor:
+    """Attend request by request."""
+    if attn_metadata is None:  # warming up
+        return output
+    bounds, lengths = attn_metadata.query_start_loc.tolist(), attn_metadata.seq_lens.tolist()
+    for request, (start, end) in enumerate(pairwise(bounds)):
+        length = lengths[request]
+        if end == start:
+            continue
+        blocks = attn_metadata.block_table[request, : -(-length // kv_cache.shape[2])]
+        both_KGD = kv_cache[blocks.long()].transpose(1, 2).flatten(0, 1)[:length]
+        keys, values = both_KGD.chunk(2, dim=-1)
+        found = kernels.attend(query[start:end], keys, values, impl.scale)
+        output[start:end] = found.view_as(output[start:end])
+    return output

@@ -1,0 +1,79 @@
+"""What `numerics = "exact"` does not go with, and why. Pure.
+
+Each function returns (what, why), or None if nothing is in the way. `why` completes "does not go
+with WHAT, ...".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""`model_type` of the dense models whose every operation has an exact form."""
+Obstacle = tuple[str, str] | None
+
+
+def trainer_obstacle(config: Any) -> Obstacle:
+    """Of a `TrainerConfig`."""
+    parallel = config.parallel
+    order = "which adds up parts in an order that the sampler does not have"
+    ranks = "for which no exact form was tested"
+    return _first(
+        (config.device != "cpu", f"device = {config.device!r}", _NO_GPU),
+        (config.dtype != "float32", f"dtype = {config.dtype!r}", _NO_BF16),
+        (parallel.tensor > 1, "parallel.tensor", order),
+        (parallel.context > 1, "parallel.context", order),
+        (parallel.expert > 1 or parallel.expert_tensor > 1, "parallel.expert", order),
+        (parallel.pipeline > 1, "parallel.pipeline", ranks),
+        (config.follow is not None, "follow", "which trains nothing"),
+    )
+
+
+def inference_obstacle(config: Any) -> Obstacle:
+    """Of an `InferenceConfig`."""
+    given = " ".join(config.extra_args).replace("_", "-")
+    words = ("quantization", "speculative", "kv-cache-dtype", "dtype", "attention-backend", "lora")
+    foreign = next((f"--{w}" for w in words if f"--{w}" in given), "")
+    return _first(
+        (config.device != "cpu", f"device = {config.device!r}", _NO_GPU),
+        (config.dtype != "float32", f"dtype = {config.dtype!r}", _NO_BF16),
+        (config.tensor_parallel > 1, "tensor_parallel", "which adds up parts in its own order"),
+        (not config.enforce_eager, "enforce_eager = False", "because a compiler chooses the sums"),
+        (bool(foreign), f"extra_args {foreign}", "which changes what vLLM computes"),
+    )
+
+
+def model_obstacle(model: Mapping[str, Any]) -> Obstacle:
+    """Of the language part of a config.json."""
+    family = str(model.get("model_type"))
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    layers = set(model.get("layer_types") or ()) - {"full_attention"}
+    experts = next((k for k in _EXPERTS if model.get(k)), "")
+    windows = bool(layers) or bool(model.get("use_sliding_window"))
+    biases = family == "llama" and (model.get("attention_bias") or model.get("mlp_bias"))
+    return _first(
+        (bool(experts), f"experts ({experts})", "whose sum over experts has no exact form here"),
+        (bool(model.get("kv_lora_rank")), "multi-latent attention",
+         "which the decoder computes with absorbed products, and the trainer without"),
+        ("linear_attention" in layers, "the gated delta rule",
+         "which the trainer computes in chunks, and the decoder token by token"),
+        (windows, "sliding windows", "for which no exact form was tested"),
+        (bool(model.get("quantization_config")), "quantised weights", "whose products differ"),
+        (kind != "default", f"rope scaling {kind!r}", "whose tables differ"),
+        (bool(biases), "biases of a llama", "for which no exact form was tested"),
+        (model.get("hidden_act", "silu") != "silu", f"hidden_act {model.get('hidden_act')!r}",
+         "for which no exact form was written"),
+        (family not in FAMILIES, f"model_type {family!r}",
+         f"for which no exact form was tested ({', '.join(FAMILIES)} have one)"),
+    )  # fmt: skip # a table
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_NO_GPU = "because it is proved on a CPU only"
+_NO_BF16 = "because it is proved in float32 only"
+
+
+def _first(*cases: tuple[bool, str, str]) -> Obstacle:
+    return next(((what, why) for applies, what, why in cases if applies), None)

@@ -1,0 +1,124 @@
+"""Lets a built Megatron model compute with `exact_kernels`, on a CPU: `numerics = "exact"`.
+
+The products of linears, norms, SwiGLU, rotary embeddings and attention get the bits that vLLM has
+with `inference_node.worker.exact`. `trainer_node.training.head` does the same for the output layer
+and the log-softmax. Backward passes are Megatron's own.
+
+Axes: see `exact_kernels.kernels`.
+"""
+
+from __future__ import annotations
+
+import functools
+from itertools import pairwise
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import (
+    TEDotProductAttention,
+    TELayerNormColumnParallelLinear,
+    TENorm,
+)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import attention
+from torch.nn import functional
+
+from exact_kernels import kernels
+from orchestrator.errors import ConfigError
+from trainer_node.backends.cpu_attention import attend
+
+_FLAG = "splice_is_exact"
+"""Attribute of Megatron's config: rotary embeddings are a function that gets only the config."""
+
+
+def use(model: Any, config: Any) -> None:
+    """Replace the methods of this model's modules.
+
+    Args:
+        config: Megatron's, which the model's layers share.
+
+    Raises:
+        ConfigError: a product is not exact on this host.
+    """
+    for module in model.modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            if module.weight is not None and (why := kernels.obstacle(tuple(module.weight.shape))):
+                raise ConfigError(f"numerics = 'exact' does not go with this host: {why}")
+            module._forward_impl = _product
+        if isinstance(module, TENorm):
+            module.forward = functools.partial(_norm, module, "weight")
+        if isinstance(module, TELayerNormColumnParallelLinear):
+            module.normed = functools.partial(_norm, module, "layer_norm_weight")
+        if isinstance(module, TEDotProductAttention):
+            module.forward = functools.partial(_attend, module)
+    config.activation_func = _silu
+    setattr(config, _FLAG, True)
+    if not hasattr(attention.apply_rotary_pos_emb, "__wrapped__"):
+        attention.apply_rotary_pos_emb = _rotary(attention.apply_rotary_pos_emb)
+
+
+def _product(
+    *, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **_: Any  # noqa: A002
+) -> torch.Tensor:
+    out = kernels.differentiable(kernels.linear, functional.linear, input, weight)
+    return out if bias is None else out + bias
+
+
+def _norm(module: Any, name: str, x: torch.Tensor) -> torch.Tensor:
+    weight, eps = getattr(module, name), module.eps
+
+    def ordinary(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    return kernels.differentiable(
+        functools.partial(kernels.rms_norm, eps=eps), ordinary, x, weight
+    )
+
+
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    return kernels.differentiable(kernels.silu, functional.silu, x)
+
+
+def _rotary(ordinary: Any) -> Any:
+    @functools.wraps(ordinary)
+    def rotated(t: torch.Tensor, freqs: torch.Tensor, config: Any, **more: Any) -> torch.Tensor:
+        """[N, A, D] of a pack; `freqs` are the angles of positions from 0 on, twice."""
+        if not getattr(config, _FLAG, False):
+            return ordinary(t, freqs, config=config, **more)
+        cos, sin = kernels.cos_sin(freqs[:, 0, 0, : freqs.shape[-1] // 2])
+        lengths = more["cu_seqlens"].diff().tolist()
+        places = torch.cat([torch.arange(n) for n in lengths])
+        return kernels.rotate(t, cos[places], sin[places])
+
+    return rotated
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - Megatron's signature
+    *,
+    packed_seq_params: Any,
+    **_: Any,
+) -> torch.Tensor:
+    """[N, A, D] -> [N, A * D], sequence by sequence."""
+    bounds = packed_seq_params.cu_seqlens_q.tolist()
+    scale = module.softmax_scale
+
+    def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        pieces = [
+            kernels.attend(query[a:b], key[a:b], value[a:b], scale) for a, b in pairwise(bounds)
+        ]
+        return torch.cat(pieces)
+
+    ordinary = functools.partial(
+        attend,
+        bounds=bounds,
+        scale=scale,
+        window=None,
+        sink_A=None,
+        context_group=module._context_group,
+    )
+    return kernels.differentiable(exact, ordinary, query, key, value)

@@ -3,7 +3,7 @@ in one cluster: reward of the samples and held-out accuracy of each, next to tho
 `truncated_importance_sampling` with GRPO's advantages.
 
     accuracy       of greedy answers to held-out problems, after the last step
-    reward_last_5  mean reward of the samples of the last five steps
+    reward_last_3  mean reward of the samples of the last three steps
     reward_all     of all steps
 
 The task is the recipe `arithmetic`: its rows, reward and sampling. LoRA trains the attention's
@@ -53,10 +53,10 @@ from splice.rl import Loop, LoopConfig, SamplingConfig
 
 Groups = Sequence[Sequence[tuple[Any, float]]]
 BASE = "truncated_importance_sampling"
-LAST, HELD_OUT, SEED = 5, 100, 1
+LAST, HELD_OUT, SEED = 3, 100, 1
 WHOLE = 2**20
 """Sequences of a mini-batch that has the whole batch."""
-TASK = Task(steps=15, evaluate_every=15, lora_lr=4e-4, max_tokens=6)
+TASK = Task(steps=10, evaluate_every=10, lora_lr=4e-4, max_tokens=6)
 SMALL = replace(TASK, steps=2, evaluate_every=2, num_prompts=2, group_size=4)
 MINI_BATCHES = 4
 

@@ -39,6 +39,7 @@ BENCHMARKS = {
     "failures": "jobs that fail, each followed by ordinary ones: seconds until all is whole again",
     "convergence": "reward, KL and log-prob gap, against a control in one process",
     "learning": "a pretrained model learns, against a control in one process",
+    "losses": "a pretrained model learns by every loss and every way to make advantages",
     "fidelity": "what a served version has of a LoRA update, for each way of rounding",
 }
 WITH_INFERENCE = (
@@ -52,6 +53,7 @@ WITH_INFERENCE = (
     "failures",
     "convergence",
     "learning",
+    "losses",
 )
 """Those that start a cluster; they need an inference environment (SPLICE_INFERENCE_PYTHON or
 .venv-inference).

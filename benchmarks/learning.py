@@ -87,6 +87,7 @@ ARMS = {
 DEFAULT_RUNS = ",".join(f"{arm}:{seed}" for arm in ARMS for seed in range(3))
 LAST = 20
 Found = dict[str, Any]
+Score = Callable[[Mapping[str, Any], Completion], float]
 
 
 class Curve:
@@ -113,20 +114,33 @@ class Curve:
 # ------------------------------------------------------------------ one run
 
 
-async def _trained(loop: Loop, curve: Curve, held_out: list[Row], task: Task) -> None:
+async def trained(
+    loop: Loop,
+    curve: Curve,
+    held_out: list[Row],
+    task: Task,
+    score: Score,
+    *,
+    is_new: bool = True,
+) -> None:
+    """All steps of a loop, with the task's evaluations.
+
+    Args:
+        is_new: evaluate before the first step, too.
+    """
+
     async def evaluate(step: int) -> None:
         answers = await loop.sample(held_out, temperature=0.0)
-        scores = [reward(r, a.text) for r, (a,) in zip(held_out, answers, strict=True)]
+        scores = [score(r, a) for r, (a,) in zip(held_out, answers, strict=True)]
         curve.add("evaluations", step=step, accuracy=fmean(scores))
 
     names = ("answer_tokens", "truncated", "staleness_mean", "staleness_max", "logprob_gap_mean")
     names += ("logprob_gap_max", "kl_sampler_mean", "entropy_mean", "grad_norm")
     async with loop:
-        await evaluate(0)
+        if is_new:
+            await evaluate(0)
         async for step in loop:
-            metrics = {name: step.metrics[name] for name in names}
-            more = [name for name in OF_LORA if name in step.metrics]
-            metrics |= {name: step.metrics[name] for name in more}
+            metrics = {n: step.metrics[n] for n in (*names, *OF_LORA) if n in step.metrics}
             metrics |= {f"{name}_s": step.seconds[f"job.{name}"] for name in ("send", "pause")}
             curve.add("steps", step=step.number, reward=step.metrics["reward_mean"], **metrics)
             if step.number % task.evaluate_every == 0 or step.number == task.steps:
@@ -176,7 +190,7 @@ def train(arm: Arm, run: Run, curve: Curve) -> None:
                     lr=lr, beta1=task.beta1, beta2=task.beta2, max_grad_norm=task.max_grad_norm
                 ),
             )
-            asyncio.run(asyncio.wait_for(_trained(loop, curve, held_out, task), run.limit_s))
+            asyncio.run(asyncio.wait_for(trained(loop, curve, held_out, task, _score), run.limit_s))
         _rescore(arm, run, curve)
     curve.found["done"] = True
     curve.write()

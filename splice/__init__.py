@@ -66,7 +66,7 @@ from splice.client.batches import (
     sft_batch,
 )
 from splice.client.clients import AsyncSpliceClient, BatchBuffers, SpliceClient
-from splice.client.preferences import distillation_batch, dpo_batch, dpo_margins
+from splice.client.preferences import distillation_batch, dpo_batch, dpo_margins, kl_of
 
 __all__ = [
     "ASK",
@@ -127,5 +127,6 @@ __all__ = [
     "gae_batch",
     "group_advantages",
     "grpo_batch",
+    "kl_of",
     "sft_batch",
 ]

@@ -13,7 +13,7 @@ Symbols: r = an answer's reward, G = number of answers in its group.
 | reinforce_pp | (r - mean of the batch) / (std of the batch + 1e-6) | arXiv:2501.03262 |
 | reinforce_pp_baseline | a = r - mean of the group, then a / (std of a + 1e-6) | arXiv:2501.03262 |
 
-REINFORCE++ puts the KL into the reward; here it is `LossSpec.kl`.
+REINFORCE++ takes the KL from the reward: `LossSpec.kl` with `in_reward`.
 """
 
 from __future__ import annotations

@@ -95,6 +95,21 @@ class BatchBuffers(Protocol):
         ...
 
 
+def forward_of(
+    batch: BatchBuffers, *, adapters: bool = True, allowed_token_ids: Sequence[int] | None = None
+) -> tuple[Forward, list[bytes | memoryview]]:
+    """Return the job of a forward pass over a batch, and those buffers of the batch that it
+    needs."""
+    wanted = FORWARD_TENSORS | OPTIONAL_FORWARD_TENSORS
+    kept = [(s, b) for s, b in zip(batch.specs, batch.buffers, strict=True) if s.name in wanted]
+    job = Forward(
+        tensors=tuple(s for s, _ in kept),
+        adapters=adapters,
+        allowed_token_ids=None if allowed_token_ids is None else tuple(allowed_token_ids),
+    )
+    return job, [b for _, b in kept]
+
+
 class SpliceClient(RunLink):
     """A client of a running orchestrator. Threads may share it.
 
@@ -130,14 +145,8 @@ class SpliceClient(RunLink):
             adapters: False evaluates the base model, which is the reference policy.
             allowed_token_ids: normalise over these token ids only.
         """
-        wanted = FORWARD_TENSORS | OPTIONAL_FORWARD_TENSORS
-        kept = [(s, b) for s, b in zip(batch.specs, batch.buffers, strict=True) if s.name in wanted]
-        job = Forward(
-            tensors=tuple(s for s, _ in kept),
-            adapters=adapters,
-            allowed_token_ids=None if allowed_token_ids is None else tuple(allowed_token_ids),
-        )
-        return self.run(job, buffers=[b for _, b in kept], **options)
+        job, buffers = forward_of(batch, adapters=adapters, allowed_token_ids=allowed_token_ids)
+        return self.run(job, buffers=buffers, **options)
 
     def train_merged(
         self,

@@ -1,6 +1,7 @@
-"""Batches that need another model's log-probs: preferences (DPO), and a teacher (distillation).
+"""What needs another model's log-probs: preferences (DPO), a teacher (distillation), and the KL of
+answers to a reference, for their rewards.
 
-Both train with losses that exist, so they work at every topology and packing.
+All train with losses that exist, so they work at every topology and packing.
 
     asked = sft_batch([answer for pair in pairs for answer in pair])
     policy = client.forward(asked).logprobs
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from orchestrator.errors import ConfigError
 from splice.client.batches import Batch, Completion, batch_of
@@ -89,6 +91,51 @@ def distillation_batch(
         gaps = zip(teacher, answer.logprobs, strict=True)
         rows.append((answer, [coefficient * (theirs - ours) for theirs, ours in gaps]))
     return batch_of([row for row in rows if row[0].answer_ids])
+
+
+def kl_of(
+    answers: Sequence[Completion],
+    reference: Sequence[float],
+    *,
+    estimator: Literal["k1", "k2", "k3"] = "k1",
+) -> list[float]:
+    """Return each answer's KL to a reference, the sum of `KlSpec`'s estimator over its sampled
+    tokens, with the sampler's log-probs as the policy's.
+
+    Take `coefficient` times it from the answer's reward: `use_kl_in_reward` of verl, `kl_coef` of
+    TRL's RLOO. Ouyang et al. 2022 (arXiv:2203.02155, eq. 2); estimators: Schulman 2020,
+    "Approximating KL divergence".
+
+    Args:
+        reference: log-probs of every token of `sft_batch(answers)`, as of
+            `client.forward(batch, adapters=False)`.
+
+    Raises:
+        ConfigError: there is another number of log-probs than tokens.
+    """
+    kept = [answer for answer in answers if answer.answer_ids]
+    tokens = sum(len(answer.prompt_ids) + len(answer.answer_ids) for answer in kept)
+    if len(reference) != tokens:
+        raise ConfigError(
+            f"the answers have {tokens} tokens, and there are {len(reference)} log-probs of the "
+            "reference; take those of one `sft_batch` of all answers"
+        )
+    found, start = [], 0
+    for answer in answers:
+        start += len(answer.prompt_ids) * bool(answer.answer_ids)
+        sampled = answer.sampled or (True,) * len(answer.answer_ids)
+        theirs = reference[start : start + len(answer.answer_ids)]
+        logs = zip(theirs, answer.logprobs, sampled, strict=True)
+        found.append(sum(_kl(r - p, estimator) for r, p, is_sampled in logs if is_sampled))
+        start += len(answer.answer_ids)
+    return found
+
+
+def _kl(d: float, estimator: str) -> float:
+    """An estimate of a token's KL, with d = log reference - log policy."""
+    if estimator == "k1":
+        return -d
+    return d * d / 2 if estimator == "k2" else math.expm1(d) - d
 
 
 def _rows(

@@ -17,7 +17,9 @@ from orchestrator.errors import ConfigError, ErrorCode, JobFailed, ProtocolError
 from orchestrator.protocol.frames import encode
 from orchestrator.protocol.messages import (
     WAITING,
+    ForwardResult,
     JobOf,
+    KlSpec,
     LossSpec,
     OptimParams,
     Progress,
@@ -27,8 +29,9 @@ from orchestrator.protocol.messages import (
     TrainMerged,
     TrainMergedResult,
 )
-from splice.client.batches import Batch, Completion
-from splice.client.clients import SpliceClient
+from splice.client.batches import Batch, Completion, sft_batch
+from splice.client.clients import SpliceClient, forward_of
+from splice.client.preferences import kl_of
 from splice.rl import decisions
 from splice.rl.asking import Context
 from splice.rl.balance import Meter
@@ -37,12 +40,14 @@ from splice.rl.rollouts import Group, Rollouts
 log = logging.getLogger("splice.rl")
 Answered = Completion | Sequence[Completion]
 """One sequence, or several of the same rollout."""
+Parts = list[list[tuple[Answered, float]]]
+"""Groups of answers and rewards."""
 MakeBatch = Callable[[Sequence[Sequence[tuple[Any, float]]]], Batch]
 """From groups of (`Answered`, reward)."""
 Call = Callable[..., Awaitable[Any]]
 """Calls the client, which blocks, on a thread."""
 Line = dict[str, Any]
-Published = TypeVar("Published", bound=PublishResult)
+Result = TypeVar("Result", PublishResult, TrainMergedResult, ForwardResult)
 WAIT_TURN_S = 1.0
 """A wait for a job on a thread ends this soon after the loop is cancelled."""
 BATCH_IS_WHY = (ErrorCode.TRAINER_KILLED, ErrorCode.TOO_LONG)
@@ -72,6 +77,9 @@ class StepJobs:
         self._meter, self._rollouts = context.meter, rollouts
         self._client, self._folder, self._call = client, folder, call
         self._loss, self._optim, self._make_batch = loss, optim, make_batch
+        in_reward = loss.kl is not None and loss.kl.in_reward and loss.value is None
+        self._kl = loss.kl if in_reward else None
+        """What is taken from the rewards before they become advantages."""
         self._announced: dict[int, Batch] = {}
         """Step -> its batch, which the trainer knows before the job."""
         self._asides = 0
@@ -79,13 +87,20 @@ class StepJobs:
 
     # ------------------------------------------------------------ the batch
 
-    def batch_of(self, number: int, groups: Sequence[Group]) -> Batch:
-        """Return the step's batch.
+    async def batch_of(
+        self, number: int, groups: Sequence[Group]
+    ) -> tuple[Batch, dict[str, float]]:
+        """Return the step's batch, and the metrics of its making.
 
         Raises:
             ConfigError: no message can carry it; names the step and the remedy.
+            JobFailed: the reference's forward pass.
         """
-        batch = self._announced.pop(number, None) or self._made_of(groups)
+        parts = self._parts_of(groups)
+        metrics: dict[str, float] = {}
+        if self._kl is not None:
+            parts, metrics["kl_mean"] = await self._less_kl(number, parts, self._kl)
+        batch = self._announced.pop(number, None) or self._make_batch(parts)
         try:
             job = self._job_of(batch, OptimParams())
             encode(SubmitJob(job_id="x", job=job), batch.buffers)
@@ -94,21 +109,55 @@ class StepJobs:
                 f"the batch of step {number} cannot be sent: {error}. Lower groups_per_step or "
                 "group_size, or correct make_batch; then start the loop again"
             ) from error
-        return batch
+        return batch, metrics
 
-    def _made_of(self, groups: Sequence[Group]) -> Batch:
+    def _parts_of(self, groups: Sequence[Group]) -> Parts:
         masks = self._config.overlong == "mask"
         if masks and all(rollout.is_cut for group in groups for rollout in group):
             raise ConfigError(
                 'every answer of the step was cut off, and overlong = "mask" leaves all of them '
                 "out; raise sampling.max_tokens, then start the loop again"
             )
-        return self._make_batch(
-            [part for group in groups for part in _answers_by_name(group, masks=masks)]
+        return [part for group in groups for part in _answers_by_name(group, masks=masks)]
+
+    async def _less_kl(self, number: int, parts: Parts, kl: KlSpec) -> tuple[Parts, float]:
+        """Take from each answer's reward its distance to the base model. Returns also the mean
+        distance of a token."""
+        every = [s for part in parts for answer, _ in part for s in _sequences(answer)]
+        reference = await self._reference(number, sft_batch(every))
+        found = kl_of(every, reference, estimator=kl.estimator)
+        tokens = sum(sum(s.sampled) if s.sampled else len(s.answer_ids) for s in every)
+        each = iter(found)
+        less = [
+            [
+                (answer, reward - kl.coefficient * sum(next(each) for _ in _sequences(answer)))
+                for answer, reward in part
+            ]
+            for part in parts
+        ]
+        return less, sum(found) / tokens
+
+    async def _reference(self, number: int, batch: Batch) -> Sequence[float]:
+        """The base model's log-probs of a batch. A trainer that is lost computes them again."""
+        job, buffers = forward_of(
+            batch, adapters=False, allowed_token_ids=self._loss.allowed_token_ids
         )
+        left = self._config.train_attempts
+        while True:
+            left -= 1
+            job_id = f"loop-{self._past.loop}-{number}-reference-{uuid.uuid4().hex[:8]}"
+            try:
+                with self._meter.during("training"):
+                    return (await self._run(job, job_id, buffers)).logprobs
+            except JobFailed as error:
+                if error.code is not ErrorCode.NODE_LOST or not left:
+                    raise
+                log.warning("step %d asks the reference again: %s", number, error)
 
     def _job_of(self, batch: Batch, optim: OptimParams) -> TrainMerged:
         loss = self._loss
+        if self._kl is not None:
+            loss = loss.model_copy(update={"kl": None})
         if self._config.max_staleness:
             loss = loss.model_copy(update={"off_policy": True})
         return TrainMerged(
@@ -139,7 +188,7 @@ class StepJobs:
             return
         try:
             groups = await self._rollouts.of_step(number)
-            batch = self._announced.get(number) or self._made_of(groups)
+            batch = self._announced.get(number) or self._make_batch(self._parts_of(groups))
             self._announced[number] = batch
             job = self._job_of(batch, OptimParams())
             await self._call(self._client.announce, job, buffers=batch.buffers)
@@ -236,7 +285,9 @@ class StepJobs:
             "trained", durable=True, step=self._past.done, version=result.version, seconds={}
         )
 
-    async def _run(self, job: JobOf[Published], job_id: str, buffers: Sequence[bytes]) -> Published:
+    async def _run(
+        self, job: JobOf[Result], job_id: str, buffers: Sequence[bytes | memoryview]
+    ) -> Result:
         """Run a job; a cancelled loop leaves it to the orchestrator."""
         deadline_s = time.monotonic() + self._config.train_timeout_s
         running = asyncio.get_running_loop()
@@ -251,7 +302,7 @@ class StepJobs:
             while True:
                 try:
                     result = await self._call(self._client.wait, job_id, timeout_s=WAIT_TURN_S)
-                    return cast(Published, result)
+                    return cast(Result, result)
                 except TimeoutError:
                     if time.monotonic() > deadline_s:
                         raise TimeoutError(
@@ -282,7 +333,11 @@ class _Outage:
             self._waiting.enter_context(self._meter.during("no_node"))
 
 
-def _answers_by_name(group: Group, *, masks: bool) -> list[list[tuple[Answered, float]]]:
+def _sequences(answer: Answered) -> Sequence[Completion]:
+    return (answer,) if isinstance(answer, Completion) else answer
+
+
+def _answers_by_name(group: Group, *, masks: bool) -> Parts:
     """A group's answers and rewards, those of each role apart.
 
     Args:

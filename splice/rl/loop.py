@@ -129,6 +129,12 @@ class Loop:
                 f'loss.value makes the advantages, and the loop has advantages = "{name}": set '
                 f'advantages = "{GAE}", or leave loss.value out'
             )
+        kl = self._loss.kl
+        if kl is not None and kl.in_reward and kl.reference != "base" and self._loss.value is None:
+            raise ConfigError(
+                f'loss.kl.in_reward with advantages = "{name}" takes the KL to the base model, and '
+                f'kl.reference is "{kl.reference}": use "base", or advantages = "{GAE}"'
+            )
         self._optim = optim or OptimParams()
         self._meter = Meter()
         self._exit = contextlib.AsyncExitStack()
@@ -294,9 +300,10 @@ class Loop:
             raise self._left(number)
         groups = await self._rollouts.of_step(number)
         asked = self._rollouts.take(number)
-        batch = self._jobs.batch_of(number, groups)
+        batch, metrics = await self._jobs.batch_of(number, groups)
         decisions.keep_batch(self.folder / decisions.BATCH, batch)
         line = line_of(number, asked, groups, made=self._past.made, config=self.config)
+        line["metrics"] |= metrics
         result = await self._jobs.train(line, batch, attempt=self._past.attempt)
         return None if result is None else self._trained(line, groups, result)
 

@@ -126,11 +126,14 @@ max_tokens = 8
 name = "ppo"
 [loss.value]
 lam = 0.9
+[loss.kl]
+in_reward = true
 """
 
 
 def test_a_value_head_from_a_file(models, tmp_path):
-    """It trains, the same command continues with it, and the exported model has none."""
+    """It trains, the same command continues with it, and the exported model has none. The KL is in
+    the rewards, also with advantages of the batch afterwards."""
     folder = tmp_path / "mine"
     options = ["--model", models["qwen3"], "--name", "tiny", "--gpus", ""]
     splice("init", folder, *options, "--inference-python", INFERENCE_PYTHON)
@@ -142,12 +145,17 @@ def test_a_value_head_from_a_file(models, tmp_path):
     try:
         splice("train", file)
         splice("train", file, "--set", "loop.steps=3")
+        of_batch = file.read_text().replace('"gae"', '"reinforce_pp"').replace("[loss.value]", "")
+        file.write_text(of_batch.replace("lam = 0.9", ""))
+        splice("train", file, "--set", "loop.steps=4", "--set", "trainer.value_head=true")
         splice("export", file, "--hf", tmp_path / "out")
     finally:
         splice("stop", folder)
     lines = map(json.loads, (folder / "run" / "loop" / "decisions.jsonl").read_text().splitlines())
     steps = [line["metrics"] for line in lines if line["event"] == "trained"]
-    assert len(steps) == 3 and [m["num_batches"] for m in steps] == [2, 2, 2]
+    assert [m["num_batches"] for m in steps] == [2, 2, 2, 2]
+    assert 0.0 != steps[2]["kl_mean"] != steps[3]["kl_mean"] != 0.0
+    assert "value_mean" not in steps[3]
     assert steps[0]["value_mean"] == 0.0 != steps[2]["value_mean"]
     meta = json.loads((folder / "run" / "versions" / "3" / "meta.json").read_text())
     assert meta["value_head"] is True

@@ -20,7 +20,16 @@ def config(**more) -> LoopConfig:
 
 
 async def run_loop(
-    run, folder, *, servers=1, reward=reward, on_step=None, optim=None, environment=None, **more
+    run,
+    folder,
+    *,
+    servers=1,
+    reward=reward,
+    on_step=None,
+    optim=None,
+    environment=None,
+    loss=None,
+    **more,
 ):
     """All steps, with servers that live as long as the loop. `on_step(step, replicas, loop)`."""
     run.servers.clear()
@@ -28,7 +37,7 @@ async def run_loop(
     try:
         settings = config(**more)
         options = {"prompts": ROWS, "reward": reward, "config": settings, "optim": optim}
-        options |= {"environment": environment}
+        options |= {"environment": environment, "loss": loss}
         async with Loop(run, folder, **options) as loop:
             steps = []
             async for step in loop:

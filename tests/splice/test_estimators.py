@@ -18,6 +18,7 @@ from splice import (
     dpo_margins,
     gae_batch,
     grpo_batch,
+    kl_of,
     sft_batch,
 )
 from splice.client import preferences
@@ -199,6 +200,61 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl():
             score = np.eye(3)[token] - np.exp(student[t])  # of log p_t by the logits
             found[t] -= np.exp(sum(own)) * float(advantages[t]) * score
     assert found == pytest.approx(expected, abs=1e-6)
+
+
+# ---------------------------------------------------------------- KL in the reward
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_kl_of_answers(estimator):
+    """Once more with NumPy, over prompts, another's tokens and an empty answer."""
+    answers = [
+        completion(2, [7, 8, 9], sampled=(True, False, True)),
+        completion(3, []),
+        completion(1, [4, 5]),
+    ]
+    reference = np.random.default_rng(7).normal(-1, 1, 8)
+    policy = np.array([0, 0, -0.5, -0.6, -0.7, 0, -0.5, -0.6])
+    r = np.exp(reference - policy)
+    each = {"k1": -np.log(r), "k2": np.log(r) ** 2 / 2, "k3": r - 1 - np.log(r)}[estimator]
+    wanted = [each[[2, 4]].sum(), 0.0, each[[6, 7]].sum()]
+    assert kl_of(answers, list(reference), estimator=estimator) == pytest.approx(wanted, rel=1e-12)
+    with pytest.raises(ConfigError, match="8 tokens, and there are 7 log-probs of the reference"):
+        kl_of(answers, list(reference[1:]))
+
+
+@pytest.mark.parametrize("penalty", [0.3, -0.3])
+def test_the_expected_gradient_is_that_of_the_reward_less_the_kl(penalty):
+    """Every sequence of two tokens out of three, weighted by its probability: the gradient of
+    REINFORCE with these rewards, against differences of E r - 0.3 KL(p || reference). The mutant
+    adds the KL."""
+    generator = np.random.default_rng(2)
+    first, theirs = generator.normal(0, 1, (2, 3)), generator.normal(0, 1, (2, 3))
+    rewards = generator.normal(0, 1, (3, 3))
+
+    def log_softmax(x: np.ndarray) -> np.ndarray:
+        return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+    reference = log_softmax(theirs)
+
+    def goal(logits: np.ndarray) -> float:
+        p = np.exp(log_softmax(logits))
+        kl = (p * (log_softmax(logits) - reference)).sum()
+        return float(p[0] @ rewards @ p[1] - 0.3 * kl)
+
+    student, expected, found = log_softmax(first), np.zeros((2, 3)), np.zeros((2, 3))
+    for place in itertools.product(range(2), range(3)):
+        step = np.zeros_like(first)
+        step[place] = 1e-6
+        expected[place] = (goal(first + step) - goal(first - step)) / 2e-6
+    for tokens in itertools.product(range(3), repeat=2):
+        own = tuple(float(student[t, token]) for t, token in enumerate(tokens))
+        answer = completion(1, tokens, logprobs=own)
+        said = [0.0, *(float(reference[t, token]) for t, token in enumerate(tokens))]
+        reward = rewards[tokens] - penalty * kl_of([answer], said)[0]
+        for t, token in enumerate(tokens):
+            found[t] += np.exp(sum(own)) * reward * (np.eye(3)[token] - np.exp(student[t]))
+    assert (found == pytest.approx(expected, abs=1e-6)) is (penalty > 0)
 
 
 def test_a_teacher_that_says_too_little_is_refused():

@@ -8,6 +8,9 @@ Schulman et al. 2016 (arXiv:1506.02438, eq. 16), over the sampled tokens of a se
 Tokens that a tool or a user wrote are part of the state. They have no advantage and take no time:
 gamma and lambda do not count them, and the value before the next turn's first token is the
 bootstrap.
+
+With `KlSpec.in_reward`, r is the batch's reward less `coefficient` times the token's distance to
+the reference, as in Ouyang et al. 2022 (arXiv:2203.02155, eq. 2, token by token).
 """
 
 from __future__ import annotations
@@ -16,20 +19,33 @@ from typing import Any
 
 import torch
 
-from orchestrator.protocol.messages import ValueSpec
+from orchestrator.protocol.messages import KlSpec, ValueSpec
 from trainer_node.training.batch import Batch
+from trainer_node.training.losses import kl_to_reference
 
 _TINY = 1e-8
 
 
+def rewards_of(batch: Batch, kl: KlSpec | None) -> torch.Tensor:
+    """Return the rewards, less a KL term that belongs to them, [T]; 0 where the mask is 0."""
+    assert batch.rewards_T is not None
+    rewards_T = batch.rewards_T.double()
+    if kl is None or not kl.in_reward:
+        return rewards_T
+    assert batch.reference_logprobs_T is not None
+    old_T = batch.sampler_logprobs_T if batch.old_logprobs_T is None else batch.old_logprobs_T
+    reference_T = batch.reference_logprobs_T.double()
+    kl_T = kl_to_reference(old_T.double(), reference_T, estimator=kl.estimator)
+    return rewards_T - kl.coefficient * kl_T * batch.loss_mask_T
+
+
 def advantages(
-    batch: Batch, values_T: torch.Tensor, spec: ValueSpec
+    batch: Batch, values_T: torch.Tensor, spec: ValueSpec, kl: KlSpec | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the advantages, whitened if the spec says so, and the returns: [T] in fp32, 0 where
     the mask is 0."""
-    assert batch.rewards_T is not None
     mask_T = batch.loss_mask_T != 0
-    rewards, values = batch.rewards_T.tolist(), values_T.double().tolist()
+    rewards, values = rewards_of(batch, kl).tolist(), values_T.double().tolist()
     found = [0.0] * len(rewards)
     decay, end = spec.gamma * spec.lam, 0
     is_sampled = mask_T.tolist()

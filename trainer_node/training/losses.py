@@ -354,7 +354,7 @@ def total_loss(
     values: ValueInputs | None = None,
 ) -> LossTerms:
     """`loss + kl.coefficient * sum_t kl_t - entropy_bonus * sum_t entropy_t + value.coefficient *
-    value_loss`; N must be at least 1.
+    value_loss`; N must be at least 1. A KL term that is in the reward is only measured.
 
     Args:
         entropy_N: its gradient is used where the spec has an entropy bonus.
@@ -367,7 +367,7 @@ def total_loss(
     if spec.kl is not None:
         assert reference_logprobs_N is not None
         kl = kl_to_reference(log_probs_N, reference_logprobs_N, estimator=spec.kl.estimator).sum()
-        total = total + spec.kl.coefficient * kl
+        total = total + (0.0 if spec.kl.in_reward else spec.kl.coefficient) * kl
     if spec.entropy_bonus != 0.0:
         total = total - spec.entropy_bonus * entropy
     of_values = values_clipped = log_probs_N.new_zeros(())

@@ -78,7 +78,7 @@ class Scorer:
             return batch
         of_pack = partial(passes.values, self.model)
         (values_T,) = self._scored(replace(batch, scored_T=None), of_pack, mode=None, rows=1)
-        advantages_T, returns_T = gae.advantages(batch, values_T, loss.value)
+        advantages_T, returns_T = gae.advantages(batch, values_T, loss.value, loss.kl)
         return replace(batch, values_T=values_T, advantages_T=advantages_T, returns_T=returns_T)
 
     def _scored(

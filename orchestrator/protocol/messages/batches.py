@@ -41,23 +41,36 @@ _ALL_PARAMETERS = ("clip_low", "clip_high", "dual_clip", "ratio_low", "ratio_cap
 
 
 class KlSpec(UserInput):
-    """A penalty in the loss on the distance to a reference policy.
+    """A penalty on the distance to a reference policy, in the loss or in the reward.
 
-    The term is `coefficient * sum_t estimator(log p_t, log p_t(reference))`. The gradients of `k2`
-    and `k3` pull towards the reference. That of `k1` has mean 0, so `k1` is for logging.
+    The term is `coefficient * sum_t estimator(log p_t, log p_t(reference))`. In the loss, the
+    gradients of `k2` and `k3` pull towards the reference. That of `k1` has mean 0, so `k1` is for
+    logging there.
     """
 
     coefficient: float = Field(default=0.01, ge=0, allow_inf_nan=False)
     """0: the trainer logs the divergence only."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """With r = p(reference) / p: k1 is -log r, k2 is (log r)^2 / 2, k3 is r - 1 - log r (Schulman,
-    joschu.net/blog/kl-approx.html)."""
+    joschu.net/blog/kl-approx.html). With `in_reward` it is k1 unless given."""
     reference: Literal["base", "given", "adapter"] = "base"
     """base: the model with its adapters off. given: the batch's `reference_logprobs`.
     adapter: the model with the adapter in `adapter_dir`."""
     adapter_dir: str | None = Field(default=None, min_length=1)
     """adapter: a PEFT folder on the trainer's hosts, with the trainer's LoRA settings. The trainer
     reads it once."""
+    in_reward: bool = False
+    """Whether the penalty is taken from the rewards, not added to the loss. p is then the policy
+    before the step: the batch's `old_logprobs`, or else the sampler's log-probs. With a value head
+    each token's reward has its own penalty. Otherwise the loop takes an answer's sum from its
+    reward."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _estimator_of_rewards(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("in_reward") is True:
+            return {"estimator": "k1", **data}
+        return data
 
     @model_validator(mode="after")
     def _adapter_is_named(self) -> KlSpec:

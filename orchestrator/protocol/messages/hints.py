@@ -24,6 +24,7 @@ _PLACES: dict[str, str] = {
     "LossSpec.normalize_by": "loss_agg_mode token_level_loss",
     "KlSpec.coefficient": "beta kl_beta kl_coef kl_coeff kl_loss_coef init_kl_coef kl_tau "
     "kl_penalty_coef",
+    "KlSpec.in_reward": "use_kl_in_reward kl_in_reward",
     "KlSpec.estimator": "kl_loss_type kl_estimator kl_penalty",
     "KlSpec.reference": "ref_model ref_load reference_model",
     "ValueSpec.gamma": "gamma",

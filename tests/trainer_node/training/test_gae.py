@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.messages import LossSpec, OptimParams, ValueSpec
+from orchestrator.protocol.messages import KlSpec, LossSpec, OptimParams, ValueSpec
 from tests.trainer_node.data import arrays, make_batch
 from tests.trainer_node.references import paper_gae
 from trainer_node.training import gae
@@ -89,6 +89,40 @@ def test_the_papers_sum(gamma: float, lam: float, whiten: bool) -> None:
     for ours, theirs in zip(found, paper_gae(batch, values_T, spec), strict=True):
         assert ours.dtype is torch.float32
         assert ours.numpy() == pytest.approx(theirs, rel=2**-23, abs=1e-12)
+
+
+@pytest.mark.parametrize("has_old", [False, True])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_kl_is_taken_from_each_tokens_reward(estimator: str, has_old: bool) -> None:
+    """With NumPy: that of the sampler, or of the trainer's old policy, to the reference."""
+    batch, values_T = some_batch()
+    rng = np.random.default_rng(3)
+    sampler, old, reference = rng.normal(-1, 1, (3, len(values_T))).astype(np.float32)
+    batch = replace(
+        batch,
+        sampler_logprobs_T=torch.from_numpy(sampler),
+        old_logprobs_T=torch.from_numpy(old) if has_old else None,
+        reference_logprobs_T=torch.from_numpy(reference),
+    )
+    kl = KlSpec(coefficient=0.3, estimator=estimator, in_reward=True)
+    d = reference.astype(np.float64) - (old if has_old else sampler)
+    each = {"k1": -d, "k2": d**2 / 2, "k3": np.exp(d) - 1 - d}[estimator]
+    wanted = batch.rewards_T.numpy() - 0.3 * each * (batch.loss_mask_T.numpy() != 0)
+    found = gae.rewards_of(batch, kl)
+    assert found.numpy() == pytest.approx(wanted, rel=1e-12)
+    assert gae.rewards_of(batch, kl.model_copy(update={"in_reward": False})).equal(
+        batch.rewards_T.double()
+    )
+    less = replace(batch, rewards_T=torch.from_numpy(wanted))
+    for ours, theirs in zip(
+        gae.advantages(batch, values_T, PLAIN, kl), paper_gae(less, values_T, PLAIN), strict=True
+    ):
+        assert ours.numpy() == pytest.approx(theirs, rel=2**-23, abs=1e-12)
+
+
+def test_in_the_reward_the_estimator_is_k1() -> None:
+    assert KlSpec(in_reward=True).estimator == "k1" != KlSpec().estimator
+    assert KlSpec(in_reward=True, estimator="k2").estimator == "k2"
 
 
 def test_no_reward_differs() -> None:

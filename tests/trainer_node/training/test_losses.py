@@ -206,6 +206,18 @@ class TestByHand:
         assert terms.total.item() == pytest.approx(7.5 + 0.3 - 6.0)
         assert terms.logprob_gap_max.item() == pytest.approx(math.log(8))
 
+    def test_a_kl_in_the_reward_is_only_measured(self) -> None:
+        spec = LossSpec(name="importance_sampling", kl=KlSpec(estimator="k2", in_reward=True))
+        given = inputs()
+        terms = total_loss(
+            given,
+            spec,
+            entropy_N=torch.zeros(6),
+            reference_logprobs_N=given.log_probs_N - 1,
+        )
+        assert terms.kl.item() == pytest.approx(3.0)
+        assert terms.total.item() == pytest.approx(7.5)
+
     def test_kl_to_the_sampler_is_k3(self) -> None:
         """Of the sampler's policy to the trainer's: r - 1 - log r, never negative."""
         entropy = torch.full((6,), 2.0, requires_grad=True)

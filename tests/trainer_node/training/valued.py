@@ -61,6 +61,32 @@ def check_first_values(trainer: Trainer, batch: Batch) -> None:
         assert all(torch.equal(with_value[n], plain[n]) for n in plain)
 
 
+def check_kl_in_reward(trainer: Trainer, batch: Batch) -> None:
+    """Every step of a job trains as with rewards less the KL to the base model, which a client
+    takes from them; the step measures it."""
+    kl = KlSpec(coefficient=0.3, in_reward=True)
+    loss = LOSS.model_copy(update={"kl": kl})
+    base_T, _ = trainer.forward(batch, mode="base")
+    assert trainer.valued(batch, loss).reference_logprobs_T.equal(base_T)
+    kl_T = (batch.sampler_logprobs_T - base_T).double() * batch.loss_mask_T
+    assert kl_T.abs().max() > 0.01
+    less = replace(batch, rewards_T=batch.rewards_T - kl.coefficient * kl_T)
+    found = []
+    for given, spec in ((batch, loss), (less, LOSS)):
+        sums, _ = trainer.forward_backward(given, spec)
+        found.append((sums.metrics("tokens"), take_gradients(trainer)))
+    (metrics, ours), (plain, theirs) = found
+    assert metrics["loss"] == plain["loss"] and "kl_mean" not in plain
+    now_T, _ = trainer.forward(batch)
+    mean = float(((now_T - base_T) * batch.loss_mask_T).sum()) / batch.num_loss_tokens
+    assert metrics["kl_mean"] == pytest.approx(mean, abs=1e-5)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    pieces = [part(trainer.valued(batch, loss), 0, 2), part(trainer.valued(less, LOSS), 0, 2)]
+    assert pieces[0].returns_T.equal(pieces[1].returns_T)
+    with pytest.raises(ConfigError, match=r"in_reward.*kl_of.*or train with a value head"):
+        trainer.check(batch, loss.model_copy(update={"value": None}))
+
+
 def check_what_trains(trainer: Trainer, batch: Batch) -> None:
     """`trains_model` = False gives the model the policy's gradient only, and the head the same."""
     found = {}
@@ -213,6 +239,8 @@ def main() -> None:
         check_first_values(trainer, batch)
     set_head(trainer)
     check_what_trains(trainer, batch)
+    if kind == "lora":
+        check_kl_in_reward(trainer, batch)
     check_steps(trainer, batch)
     check_checkpoints(trainer, batch, out)
     check_memory(trainer, batch)

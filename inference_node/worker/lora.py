@@ -51,10 +51,20 @@ class _Place:
         return cut(of_layer)[self.index]  # type: ignore[no-any-return]
 
     def load(self, tensor: torch.Tensor, *, is_a: bool) -> None:
-        """Copy A [R, I] or B [O, R]; a smaller R than vLLM's leaves the rest."""
-        tensor = self.cut(tensor, is_a=is_a)
+        """Copy A [R, I] or B [O, R]; a smaller R than vLLM's leaves the rest.
+
+        Raises:
+            ValueError: R is larger.
+        """
         there = self.matrices._parameters[_param(self.index, is_a=is_a)]
         assert there is not None
+        rank, most = tensor.shape[0 if is_a else 1], there.shape[0 if is_a else 1]
+        if rank > most:
+            raise ValueError(
+                f"its rank is {rank}, and vLLM has room for {most}; start the inference nodes with "
+                f"trainer.lora.rank = {rank}"
+            )
+        tensor = self.cut(tensor, is_a=is_a)
         there[: tensor.shape[0], : tensor.shape[1]].copy_(tensor)
 
 

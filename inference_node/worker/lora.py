@@ -83,12 +83,10 @@ class Slots:
         self._places: dict[str, _Place] = {}
         self._tree = torch.nn.Module()
         for path, wrapper in self._manager.modules.items():
+            wrapper.reset_lora(0)  # vLLM's warm-up leaves its own values
             self._add(wrapper, self._manager.packed_modules.get(path, [path]))
         dialect.record_as_loaded(self._tree)
         self._depth = 0
-        with torch.no_grad():  # vLLM's warm-up leaves its own values
-            for matrix in self._tree.parameters():
-                matrix.zero_()
         dialect.hold_adapter(self._manager)
 
     @staticmethod

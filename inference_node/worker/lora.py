@@ -51,10 +51,20 @@ class _Place:
         return cut(of_layer)[self.index]  # type: ignore[no-any-return]
 
     def load(self, tensor: torch.Tensor, *, is_a: bool) -> None:
-        """Copy A [R, I] or B [O, R]; a smaller R than vLLM's leaves the rest."""
-        tensor = self.cut(tensor, is_a=is_a)
+        """Copy A [R, I] or B [O, R]; a smaller R than vLLM's leaves the rest.
+
+        Raises:
+            ValueError: R is larger.
+        """
         there = self.matrices._parameters[_param(self.index, is_a=is_a)]
         assert there is not None
+        rank, most = tensor.shape[0 if is_a else 1], there.shape[0 if is_a else 1]
+        if rank > most:
+            raise ValueError(
+                f"its rank is {rank}, and vLLM has room for {most}; start the inference nodes with "
+                f"trainer.lora.rank = {rank}"
+            )
+        tensor = self.cut(tensor, is_a=is_a)
         there[: tensor.shape[0], : tensor.shape[1]].copy_(tensor)
 
 
@@ -73,12 +83,10 @@ class Slots:
         self._places: dict[str, _Place] = {}
         self._tree = torch.nn.Module()
         for path, wrapper in self._manager.modules.items():
+            wrapper.reset_lora(0)  # vLLM's warm-up leaves its own values
             self._add(wrapper, self._manager.packed_modules.get(path, [path]))
         dialect.record_as_loaded(self._tree)
         self._depth = 0
-        with torch.no_grad():  # vLLM's warm-up leaves its own values
-            for matrix in self._tree.parameters():
-                matrix.zero_()
         dialect.hold_adapter(self._manager)
 
     @staticmethod

@@ -14,6 +14,8 @@ from orchestrator.publication.ledger import Ledger
 from orchestrator.publication.members import Members
 from orchestrator.publication.planner import Wire
 
+MOST_DOUBLINGS = 6
+
 
 @dataclass(slots=True, kw_only=True)
 class Elements:
@@ -25,6 +27,10 @@ class Elements:
     rates: Rates = field(default_factory=Rates)
     _encode_s: float = 0.0
     """Seconds of the last encoding."""
+    _failures: int = 0
+    """Updates of changed elements that failed in succession."""
+    _rest: int = 0
+    """Updates that travel as whole tensors because of them."""
 
     def remembers(self, wire: Wire) -> bool:
         """Whether the trainer keeps what this update brings, for the next one."""
@@ -35,7 +41,14 @@ class Elements:
         if wire.encoded is None:
             self.rates.sent(wire.nbytes, seconds)
         else:
+            self._failures = 0
             self.rates.coded(wire.manifest.nbytes, wire.nbytes, self._encode_s + seconds)
+
+    def failed(self) -> None:
+        """Note that an update of changed elements failed. One may be chance; after more in
+        succession whole tensors travel, each time twice as often."""
+        self._failures += 1
+        self._rest = 2 ** min(self._failures - 1, MOST_DOUBLINGS) if self._failures > 1 else 0
 
     async def encode(
         self, wire: Wire, version: int, replicas: Sequence[str], *, is_due: bool
@@ -55,6 +68,9 @@ class Elements:
         may = self.ledger.may_send_elements(version, lives=lives, trainer=process)
         if base is None or is_due or not may:
             return wire, "not every replica holds what this trainer sent last"
+        if self._rest:
+            self._rest -= 1
+            return wire, f"changed elements failed {self._failures} times in succession"
         whole_bytes = wire.manifest.nbytes
         choice = choose(self.config.send, whole_bytes, self.rates)
         if not choice.elements:

@@ -88,6 +88,12 @@ class Publication:
     _resumed_s: float | None = field(default=None, init=False)
     """When the only replica resumed by itself."""
 
+    @property
+    def sends_elements(self) -> bool:
+        """Whether changed elements travel; False before it is planned."""
+        wire: Wire | None = getattr(self, "wire", None)
+        return wire is not None and wire.encoded is not None
+
     async def run(self) -> PublicationReport:
         """Publish the version; leaves out replicas that fail by themselves, if another remains.
 

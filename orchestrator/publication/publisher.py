@@ -178,6 +178,8 @@ class Publisher:
         is_answer = isinstance(error, JobFailed) and error.is_answer
         if publication.may_have_committed and not is_answer:
             failed_in = State.APPLYING  # without its answer, the replica may serve either version
+        if publication.sends_elements:
+            self._elements.failed()
         left = after_failure(failed_in, was_poisoned=was_poisoned)
         if publication.others:
             left = State.IDLE

@@ -33,5 +33,5 @@ def merged(base: Mapping[str, torch.Tensor], matrices: Mapping[str, torch.Tensor
         if name.endswith(".lora_A.weight"):
             linear = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
             b = matrices[name.replace("lora_A", "lora_B")]
-            found[f"{linear}.weight"] = base[f"{linear}.weight"] + b @ a
+            found[f"{linear}.weight"] = base[f"{linear}.weight"].float() + b.float() @ a.float()
     return found

@@ -65,6 +65,22 @@ def test_after_a_wrong_digest_everything_is_sent(run, has_room):
     assert train(run).sent == "elements"
 
 
+def test_elements_that_always_fail_are_tried_less_and_less_often(run, has_room):
+    """A replica is poisoned each time."""
+    _, (replica,) = start(run)
+    original = replica.on_ReceiveWeights
+
+    def flipping(message) -> None:
+        wrong = message.elements
+        replica.flip_swap, replica.flip = wrong and has_room, wrong and not has_room
+        original(message)
+
+    replica.on_ReceiveWeights = flipping
+    tried = [train(run).attempts == 2 for _ in range(12)]
+    assert tried == [n in (0, 1, 4, 9) for n in range(12)]
+    assert train(run).why_sent == "changed elements failed 4 times in succession"
+
+
 def test_a_failed_encoding_is_not_tried_again_for_this_version(run):
     trainer, (replica,) = start(run)
     trainer.script["EncodeChanges"] = lambda m: trainer.refuse(m, code=ErrorCode.INTERNAL)

@@ -97,6 +97,9 @@ def admitted(name: str) -> str:
     return f"tests/trainer_node/tools/test_check_model.py::test_every_family_is_admitted[{name}]"
 
 
+SENT_LORA = "tests/trainer_node/export/test_rollout_lora.py::test_base_and_adapter_are_sent[1]"
+
+
 def behind(what: str) -> str:
     """Checks of the moments that are written behind."""
     return f"tests/trainer_node/state/test_behind.py::test_one_rank[{what}]"
@@ -164,6 +167,18 @@ MUTANTS = [
     Mutant("packs are begun however little of the write is left", BEGUN,
            "trainer_node/training/ahead.py", "",
            "LEAST_SHARE = 0.5", "LEAST_SHARE = 0.0"),
+    Mutant("B is sent without its scale", SENT_LORA,
+           "trainer_node/export/adapter_tensors.py", "AdapterTensors.take",
+           "matrix.float() * self._model.scale if is_b else matrix", "matrix"),
+    Mutant("the adapters of the plan are sent", SENT_LORA,
+           "trainer_node/export/wire_export.py", "WireExport.start",
+           "self._adapters.take()", "self._adapters.take() if limit < 0 else None"),
+    Mutant("adapters that travel are merged too", SENT_LORA,
+           "trainer_node/export/wire_export.py", "WireExport.__init__",
+           'if model.config.rollout_weights == "merged":', "if True:"),
+    Mutant("kept adapters are taken for what was sent", SENT_LORA,
+           "trainer_node/export/changes.py", "Published._merges",
+           'self._model.config.rollout_weights == "merged"', "True"),
     Mutant("thresholds are counted from the piece", f"{ROUNDING}::test_a_piece_has_the_bits_of_the_whole",
            "trainer_node/adapters/rounding.py", "Corner.word",
            "(rows + self.row)", "(rows + 0)"),

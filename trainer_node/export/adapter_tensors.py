@@ -59,7 +59,13 @@ class AdapterTensors:
         found = _matrices(gather_deltas(self._model))
         for name, buffer in self.buffers.items() if dist.get_rank() == 0 else ():
             matrix, is_b = found[name]
+            buffer.untyped_storage().resize_(buffer.nbytes)
             buffer.copy_(matrix.float() * self._model.scale if is_b else matrix)
+
+    def release(self) -> None:
+        """Free the memory. `take` takes it again."""
+        for buffer in self.buffers.values():
+            buffer.untyped_storage().resize_(0)
 
 
 def is_matrix(name: str) -> bool:

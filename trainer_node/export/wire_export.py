@@ -357,8 +357,9 @@ class WireExport:
         self._exchange.send(self._own.fill)
 
     def release(self) -> None:
-        """Free the buffers between the ranks. `start` makes them again."""
+        """Free the buffers between the ranks, and the adapters'. `start` makes them again."""
         self._exchange.release()
+        self._adapters.release()
 
     def seconds(self, fill_s: float) -> dict[str, float]:
         """Seconds of a send, by phase. Tensors that are not views were exported before the first

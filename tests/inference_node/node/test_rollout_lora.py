@@ -105,6 +105,18 @@ def test_a_failed_update_of_the_adapter_leaves_nothing_half_served(node: LoraNod
     node.check(node.with_adapter(13))
 
 
+def test_a_larger_rank_than_there_is_room_for_is_refused(node: LoraNode) -> None:
+    before, version = node.prompt_logprobs(), node.version
+    base = {n: t for n, t in node.base.items() if not n.startswith(PREFIX)}
+    larger = base | adapter(base, LINEARS, rank=16, seed=1)
+    refused = node.prepare(version + 1, tiny.manifest_of(larger))
+    assert (
+        refused.code == "plan_refused"
+        and "its rank is 16, and vLLM has room for 8" in refused.message
+    )
+    assert torch.equal(node.prompt_logprobs(f"tiny@{version}"), before)
+
+
 def test_a_vllm_that_was_restarted_takes_base_and_adapter(node: LoraNode) -> None:
     count = len(node.router.ready)
     next(p for p in node.family if "inference_node.server" in p.cmdline()).kill()

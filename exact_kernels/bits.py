@@ -33,6 +33,7 @@ OPERATIONS = {
     "log_probs": "log-softmax",
 }
 """Operation -> its name for people, in the order of a forward pass."""
+_AFTER_LAYERS = ("final_norm", "logits", "log_probs")
 SEQUENCES = (33, 7, 90, 64)
 """Lengths of the sequences of a prefill: within, at and beyond blocks."""
 PROMPTS, ANSWER = (5, 17, 40), 48
@@ -88,7 +89,7 @@ def compare(
 ) -> tuple[list[Row], str]:
     """A row for each operation that both have, in the order of a pass, and the first operation that
     differs; empty: none does."""
-    rows, firsts = [], []
+    rows, firsts, order = list[Row](), [], list(OPERATIONS)
     for operation in (*OPERATIONS, SAMPLED):
         found = [
             (layer, *differing(ours[key], theirs[key]), ours[key].numel())
@@ -109,15 +110,13 @@ def compare(
                 first_layer=bad[0] if bad else None,
             )
         )
-    order = list(OPERATIONS)
     for row in rows:
         if row.first_layer is not None and row.operation in order:
-            is_end = row.operation in ("final_norm", "logits", "log_probs")
-            at = (-1 if row.operation == "embedding" else row.first_layer, order.index(row.operation))
-            firsts.append((is_end, *at, row))
+            is_end = row.operation in _AFTER_LAYERS
+            layer = -1 if row.operation == "embedding" else row.first_layer
+            firsts.append((is_end, layer, order.index(row.operation), row))
     if not firsts:
-        last = next((r for r in rows if r.first_layer is not None), None)
-        return rows, "" if last is None else "decoding"
+        return rows, "decoding" if any(row.differing for row in rows) else ""
     first = min(firsts, key=lambda f: f[:3])
     where = "" if first[0] or first[1] < 0 else f" of layer {first[1]}"
     return rows, f"{OPERATIONS[first[3].operation]}{where}"

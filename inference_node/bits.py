@@ -9,6 +9,7 @@ temperature 1, together. vLLM runs in this process, on the CPU. See `exact_kerne
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -29,7 +30,11 @@ def _first(out: Any) -> torch.Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
-def _hooks(model: nn.Module, found: Found) -> list[Any]:
+def _in_rows(heads: int, out: torch.Tensor) -> torch.Tensor:
+    return out.reshape(-1, heads * out.shape[-1])
+
+
+def _hooks(model: Any, found: Found) -> list[Any]:
     """Keep what modules return, under the names of `bits.OPERATIONS`."""
     handles: list[Any] = []
 
@@ -52,13 +57,9 @@ def _hooks(model: nn.Module, found: Found) -> list[Any]:
         attention, mlp = layer.self_attn, layer.mlp
         after(layer.input_layernorm, f"{number}.input_norm")
         after(attention.qkv_proj, f"{number}.qkv")
-        heads = (attention.num_heads, attention.num_kv_heads)
-        for name, count in zip(("q_norm", "k_norm"), heads, strict=True):
-            after(
-                getattr(attention, name, None),
-                f"{number}.{name}",
-                lambda out, n=count: out.reshape(-1, n * out.shape[-1]),
-            )
+        for name, count in (("q_norm", attention.num_heads), ("k_norm", attention.num_kv_heads)):
+            by_head = functools.partial(_in_rows, count)
+            after(getattr(attention, name, None), f"{number}.{name}", by_head)
         # One module turns q and k of all layers.
         before(attention.attn, f"{number}.rope", lambda args: torch.cat(args[:2], dim=-1))
         after(attention.attn, f"{number}.attention")

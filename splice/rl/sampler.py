@@ -466,6 +466,11 @@ class _Made:
             text=self.text,
             finish_reason=self.finish_reason,
             versions=tuple(version for version, _ in self.spans),
+            made_by=tuple(
+                version if place == 0 else -1 - version
+                for place, (version, count) in enumerate(self.spans)
+                for _ in range(count)
+            ),
             routing=self.routing,
             tool_calls=tuple(call for _, call in sorted(self.tool_calls.items())),
         )

@@ -63,6 +63,8 @@ class Row:
     """The same, in units of the last place."""
     first_layer: int | None
     """The first layer with a difference."""
+    first_largest: float
+    """The largest absolute difference there: in layer 0, before much has added up."""
 
 
 def differing(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[int, float, int]:
@@ -108,6 +110,7 @@ def compare(
                 largest=max(f[2] for f in found),
                 ulps=max(f[3] for f in found),
                 first_layer=bad[0] if bad else None,
+                first_largest=next((f[2] for f in found if f[1]), 0.0),
             )
         )
     for row in rows:

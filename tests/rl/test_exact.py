@@ -56,11 +56,8 @@ def looped(client, folder, *, staleness: int, steps: int, tokens: int, temperatu
     return asyncio.run(steps_of())
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_log_probs_are_equal_over_live_swaps(exact, tmp_path, temperature) -> None:
-    steps = looped(
-        exact.client, tmp_path, staleness=0, steps=3, tokens=70, temperature=temperature
-    )
+def test_the_log_probs_are_equal_over_live_swaps(exact, tmp_path) -> None:
+    steps = looped(exact.client, tmp_path, staleness=0, steps=3, tokens=70, temperature=0.7)
     for step in steps:
         found = step.result.metrics
         assert found["logprob_gap_max"] == found["exact_gap_max"] == 0.0
@@ -70,7 +67,7 @@ def test_the_log_probs_are_equal_over_live_swaps(exact, tmp_path, temperature) -
 
 
 def test_tokens_on_old_keys_and_values_are_counted_and_left_out(exact, tmp_path) -> None:
-    steps = looped(exact.client, tmp_path, staleness=1, steps=4, tokens=120, temperature=1.0)
+    steps = looped(exact.client, tmp_path, staleness=1, steps=3, tokens=90, temperature=1.0)
     mixed = 0.0
     for step in steps:
         found = step.result.metrics
@@ -117,9 +114,8 @@ def test_a_different_bit_is_reported_with_token_version_and_command(exact) -> No
 def test_greedy_answers_have_the_trainers_log_probs(exact) -> None:
     exact.client.publish()
     with httpx.Client(base_url=exact.base_urls[0], timeout=120, trust_env=False) as http:
-        body = {"model": NAME, "max_tokens": 60, "temperature": 0.0, "ignore_eos": True}
+        body = {"model": NAME, "max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
         reply = http.post("/v1/completions", json={**body, **ROWS[2], **ASK})
     (answer,) = completions_of(reply.raise_for_status().json())
-    batch = batch_of([(answer, 0.0)])
-    scored = exact.client.forward_of(batch) if hasattr(exact.client, "forward_of") else None
-    assert scored is not None or answer.logprobs
+    scored = exact.client.forward(batch_of([(answer, 0.0)]))
+    assert list(scored.logprobs[len(answer.prompt_ids) :]) == list(answer.logprobs)

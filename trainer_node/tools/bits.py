@@ -152,7 +152,9 @@ def _table(rows: list[bits.Row], first: str) -> str:
     lines = [f"{'operation':28}{'layers':>7}{'differ':>9}{'largest':>12}{'ulps':>12}  first in"]
     for row in rows:
         name = bits.OPERATIONS.get(row.operation, "log-probs of sampled tokens")
-        where = "" if row.first_layer is None else f"layer {row.first_layer}"
+        where = ""
+        if row.first_layer is not None:
+            where = f"layer {row.first_layer}: {row.first_largest:.1e}"
         share = f"{row.differing / row.count:.1%}" if row.differing else "0"
         lines.append(f"{name:28}{row.layers:7}{share:>9}{row.largest:12.3e}{row.ulps:12}  {where}")
     return "\n".join([*lines, f"the first operation that differs: {first or 'none'}", ""])

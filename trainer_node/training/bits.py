@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from orchestrator.protocol.messages import LossSpec
 from trainer_node.training.batch import Batch
+from trainer_node.training.registry import registered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,29 @@ class Compared:
             f"{self.largest:.3e} nats at most. {self.first}. To find the operation that differs: "
             f"splice check {model} --bits --exact"
         ]
+
+
+@dataclass(slots=True, kw_only=True)
+class Sent:
+    """Which version the trainer's weights are, until the next step."""
+
+    is_exact: bool
+    """Whether anything is compared."""
+    version: int | None = None
+    """The version that was sent or loaded last. None: other weights were put in its place."""
+    compared: Compared | None = None
+    """Of the last batch with this version's weights."""
+
+    def compare(
+        self, batch: Batch, loss: LossSpec, logprobs_T: torch.Tensor, *, steps: int
+    ) -> None:
+        """Compare a batch if its loss takes the sampler's log-probs.
+
+        Args:
+            steps: that the optimizer has taken since.
+        """
+        if self.is_exact and steps == 0 and registered(loss.name).takes_sampler:
+            self.compared = compare(batch, logprobs_T, self.version)
 
 
 def compare(batch: Batch, logprobs_T: torch.Tensor, version: int | None) -> Compared | None:

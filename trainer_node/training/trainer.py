@@ -45,7 +45,6 @@ from trainer_node.training.losses import bind_loss
 from trainer_node.training.optimizer import ShardedAdamW
 from trainer_node.training.packing import Packs
 from trainer_node.training.references import References
-from trainer_node.training.registry import registered
 from trainer_node.training.scorer import Scorer
 from trainer_node.training.sums import Pending, StepSums
 
@@ -114,10 +113,7 @@ class Trainer(Scorer):
         self.steps_since_sent = 0
         """Optimizer steps since the weights were sent or loaded. 0: the next step should be on
         policy."""
-        self.sent_version: int | None = None
-        """The version that was sent or loaded last. None: other weights were put in its place."""
-        self.compared: bits.Compared | None = None
-        """Of the last batch before a step after a version was sent, under `numerics = "exact"`."""
+        self.sent = bits.Sent(is_exact=model.config.numerics == "exact")
         self.split_at: int | None = None
         """`num_steps` at the last `gap_split`."""
         self._host_copies: HostCopies | None = None
@@ -178,7 +174,7 @@ class Trainer(Scorer):
             if batch.scored_T is not None:
                 values = [report.log_probs_N[None] for report in reports]
                 (logprobs_T,) = passes.gather_scores(self.model, batch, packs, values, rows=1)
-            self._compare(batch, loss, logprobs_T)
+            self.sent.compare(batch, loss, logprobs_T, steps=self.steps_since_sent)
         except BaseException as error:
             if dropped := self.drop_pending():
                 error.add_note(
@@ -194,15 +190,6 @@ class Trainer(Scorer):
             seconds=time.monotonic() - started + (0.0 if begun is None else begun.seconds),
         )
         return sums, logprobs_T
-
-    def _compare(self, batch: Batch, loss: LossSpec, logprobs_T: torch.Tensor) -> None:
-        takes_sampler = registered(loss.name).takes_sampler
-        if self.model.config.numerics == "exact" and takes_sampler and not self.steps_since_sent:
-            self.compared = bits.compare(batch, logprobs_T, self.sent_version)
-
-    def has_sent(self, version: int) -> None:
-        """The present weights are this version's."""
-        self.steps_since_sent, self.sent_version = 0, version
 
     def _losses(self, packs: Packs, loss: LossSpec, weight: float) -> list[Any]:
         """Run packs forward and backward."""
@@ -423,7 +410,7 @@ class Trainer(Scorer):
         self._round_as_configured()
         self.optimizer.state.clear()
         self.on_disk = None
-        self.steps_since_sent, self.sent_version = 0, None
+        self.steps_since_sent, self.sent.version = 0, None
         return self.drop_pending()
 
     def plan_adapter(self, lora: LoraConfig, *, seed: int | None = None) -> PlannedAdapter:
@@ -453,7 +440,7 @@ class Trainer(Scorer):
         self.references = References(model)
         self._host_copies = None
         self.on_disk = None
-        self.steps_since_sent, self.sent_version = 0, None
+        self.steps_since_sent, self.sent.version = 0, None
         self.when_adapted()
         heap.free_replaced()  # modules and hooks refer to each other in cycles
         if model.device.type == "cuda":

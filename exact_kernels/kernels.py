@@ -7,7 +7,7 @@ With `trainer.numerics = "exact"` Megatron and vLLM both compute with them, on a
   then do not depend on its place is checked at the start (`obstacle`).
 - A sum over features is a product with ones.
 - Everything else is made of IEEE additions, multiplications, divisions and square roots, which
-  round the same way in every kernel. torch's own exp differs in vectors and at their ends.
+  round the same way in every kernel. torch's own silu differs between whole vectors and the rest.
 - Attention takes queries in blocks that begin at multiples of `ROWS` and keys in blocks of `KEYS`,
   counted from the sequence's beginning.
 

@@ -22,6 +22,7 @@ from torch import nn
 
 from exact_kernels import bits
 from inference_node.shared import names
+from orchestrator.errors import ConfigError
 
 Found = dict[str, list[torch.Tensor]]
 
@@ -87,6 +88,12 @@ def record(model: Path, dtype: str) -> dict[str, torch.Tensor]:
         generation_config="vllm", enable_prefix_caching=False,
     )  # fmt: skip # options
     network = llm.llm_engine.model_executor.driver_worker.worker.get_model()
+    attentions = [getattr(layer, "self_attn", None) for layer in network.model.layers]
+    if not all(hasattr(attention, "qkv_proj") for attention in attentions):
+        raise ConfigError(
+            f"{type(network).__name__} has layers without one product for q, k and v; --bits "
+            "compares models in which all layers have it"
+        )
     vocab = llm.llm_engine.model_config.get_vocab_size()
     found: Found = {}
     handles = _hooks(network, found)
@@ -129,7 +136,11 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    result = record(options.model, options.dtype)
+    try:
+        result = record(options.model, options.dtype)
+    except ConfigError as error:
+        sys.stderr.write(f"splice check: vLLM's side failed: {error}\n")
+        os._exit(2)
     save_file({name: t.contiguous() for name, t in result.items()}, options.out)
     sys.stdout.flush()
     os._exit(0)  # vLLM's engine in this process leaves threads that join slowly

@@ -74,7 +74,8 @@ def test_tokens_on_old_keys_and_values_are_counted_and_left_out(exact, tmp_path)
         assert found.get("exact_gap_max", 0.0) == 0.0
         spans = [r.spans for group in step.groups for r in group]
         later = sum(count for own in spans for _, count in own[1:])
-        assert found["mixed_share"] == later / found["tokens"]
+        # More, if an update came within a prompt.
+        assert later / found["tokens"] <= found["mixed_share"] < 1
         assert not [text for text in step.result.warnings if "exact" in text]
         mixed += found["mixed_share"]
     assert mixed > 0, "no answer spans a swap"

@@ -36,6 +36,8 @@ class Compared:
     """Their largest difference, in nats."""
     first: str
     """The first of them in words."""
+    is_known: bool = True
+    """Whether the batch says which versions sampled it."""
 
     def metrics(self) -> dict[str, float]:
         """`exact_gap_max` is only there if a token must be equal."""
@@ -49,6 +51,11 @@ class Compared:
         Args:
             model: the checkpoint's folder.
         """
+        if not self.is_known:
+            return [
+                "numerics = 'exact' compared nothing: the batch does not say which version sampled "
+                "each token. Fill its buffer `versions`, as splice.batch_of does"
+            ]
         if not self.different:
             return []
         return [
@@ -89,12 +96,17 @@ def compare(batch: Batch, logprobs_T: torch.Tensor, version: int | None) -> Comp
         version: whose weights the trainer has; None: those of no version.
 
     Returns:
-        None: the batch does not say which versions sampled it, or `version` is None.
+        None: `version` is None.
     """
-    if batch.versions_T is None or version is None:
+    if version is None:
         return None
     has_loss_T, sampler_T = batch.loss_mask_T != 0, batch.sampler_logprobs_T
-    must_T = has_loss_T & (batch.versions_T == version)
+    made_T = batch.versions_T
+    if made_T is None:
+        nothing = {"exact": 0, "mixed": 0, "different": 0, "largest": 0.0, "first": ""}
+        tokens = int(has_loss_T.sum())
+        return Compared(version=version, tokens=tokens, is_known=False, **nothing)  # type: ignore[arg-type]
+    must_T = has_loss_T & (made_T == version)
     # Bits, so that not even a NaN passes.
     ours_T, theirs_T = (t.float().view(torch.int32) for t in (logprobs_T, sampler_T))
     bad_T = must_T & (ours_T != theirs_T)
@@ -113,7 +125,7 @@ def compare(batch: Batch, logprobs_T: torch.Tensor, version: int | None) -> Comp
         version=version,
         tokens=int(has_loss_T.sum()),
         exact=int(must_T.sum()),
-        mixed=int((has_loss_T & (batch.versions_T < 0)).sum()),
+        mixed=int((has_loss_T & (made_T < 0)).sum()),
         different=len(gap_T),
         largest=float(gap_T.max()) if len(gap_T) else 0.0,
         first=first,

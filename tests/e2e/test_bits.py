@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,10 +39,10 @@ def ran(argv: list[Any]) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def sampler(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def sampler(models, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """The arguments of the trainer's side, after vLLM has run."""
     file = tmp_path_factory.mktemp("bits") / "sampler.safetensors"
-    common = ["--model", models["dense_untied"], "--dtype", "float32", "--exact"]
+    common = ["--model", models["qwen3"], "--dtype", "float32", "--exact"]
     done = ran([INFERENCE_PYTHON, "-m", "inference_node.bits", *common, "--out", file])
     assert done.returncode == 0, done.stderr[-3000:]
     return [*common, "--sampler", file]

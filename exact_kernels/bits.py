@@ -33,6 +33,7 @@ OPERATIONS = {
     "log_probs": "log-softmax",
 }
 """Operation -> its name for people, in the order of a forward pass."""
+_AFTER_LAYERS = ("final_norm", "logits", "log_probs")
 SEQUENCES = (33, 7, 90, 64)
 """Lengths of the sequences of a prefill: within, at and beyond blocks."""
 PROMPTS, ANSWER = (5, 17, 40), 48
@@ -62,6 +63,8 @@ class Row:
     """The same, in units of the last place."""
     first_layer: int | None
     """The first layer with a difference."""
+    first_largest: float
+    """The largest absolute difference there: in layer 0, before much has added up."""
 
 
 def differing(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[int, float, int]:
@@ -88,7 +91,7 @@ def compare(
 ) -> tuple[list[Row], str]:
     """A row for each operation that both have, in the order of a pass, and the first operation that
     differs; empty: none does."""
-    rows, firsts = [], []
+    rows, firsts, order = list[Row](), [], list(OPERATIONS)
     for operation in (*OPERATIONS, SAMPLED):
         found = [
             (layer, *differing(ours[key], theirs[key]), ours[key].numel())
@@ -107,17 +110,16 @@ def compare(
                 largest=max(f[2] for f in found),
                 ulps=max(f[3] for f in found),
                 first_layer=bad[0] if bad else None,
+                first_largest=next((f[2] for f in found if f[1]), 0.0),
             )
         )
-    order = list(OPERATIONS)
     for row in rows:
         if row.first_layer is not None and row.operation in order:
-            is_end = row.operation in ("final_norm", "logits", "log_probs")
-            at = (-1 if row.operation == "embedding" else row.first_layer, order.index(row.operation))
-            firsts.append((is_end, *at, row))
+            is_end = row.operation in _AFTER_LAYERS
+            layer = -1 if row.operation == "embedding" else row.first_layer
+            firsts.append((is_end, layer, order.index(row.operation), row))
     if not firsts:
-        last = next((r for r in rows if r.first_layer is not None), None)
-        return rows, "" if last is None else "decoding"
+        return rows, "decoding" if any(row.differing for row in rows) else ""
     first = min(firsts, key=lambda f: f[:3])
     where = "" if first[0] or first[1] < 0 else f" of layer {first[1]}"
     return rows, f"{OPERATIONS[first[3].operation]}{where}"

@@ -7,7 +7,7 @@ With `trainer.numerics = "exact"` Megatron and vLLM both compute with them, on a
   then do not depend on its place is checked at the start (`obstacle`).
 - A sum over features is a product with ones.
 - Everything else is made of IEEE additions, multiplications, divisions and square roots, which
-  round the same way in every kernel. torch's own exp differs in vectors and at their ends.
+  round the same way in every kernel. torch's own silu differs between whole vectors and the rest.
 - Attention takes queries in blocks that begin at multiples of `ROWS` and keys in blocks of `KEYS`,
   counted from the sequence's beginning.
 
@@ -137,9 +137,7 @@ def attend(
     queries = _padded(functional.pad(query_QAD, (0, 0, 0, 0, skipped, 0)), skipped + given, ROWS)
     outputs = [
         _attend_block(block.transpose(0, 1).contiguous() * scale, keys, values, at)
-        for at, block in zip(
-            range(first - skipped, length, ROWS), queries.split(ROWS), strict=True
-        )
+        for at, block in zip(range(first - skipped, length, ROWS), queries.split(ROWS), strict=True)
     ]
     return torch.cat(outputs)[skipped : skipped + given].flatten(1)
 
@@ -207,7 +205,5 @@ class _Both(torch.autograd.Function):
                 t.detach().requires_grad_(w) for t, w in zip(ctx.saved_tensors, wanted, strict=True)
             ]
             out = ctx.ordinary(*args)
-            found = iter(
-                torch.autograd.grad(out, [t for t in args if t.requires_grad], grads[0])
-            )
+            found = iter(torch.autograd.grad(out, [t for t in args if t.requires_grad], grads[0]))
         return None, None, *(next(found) if w else None for w in wanted)

@@ -9,6 +9,7 @@ temperature 1, together. vLLM runs in this process, on the CPU. See `exact_kerne
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from torch import nn
 
 from exact_kernels import bits
 from inference_node.shared import names
+from orchestrator.errors import ConfigError
 
 Found = dict[str, list[torch.Tensor]]
 
@@ -29,7 +31,11 @@ def _first(out: Any) -> torch.Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
-def _hooks(model: nn.Module, found: Found) -> list[Any]:
+def _in_rows(heads: int, out: torch.Tensor) -> torch.Tensor:
+    return out.reshape(-1, heads * out.shape[-1])
+
+
+def _hooks(model: Any, found: Found) -> list[Any]:
     """Keep what modules return, under the names of `bits.OPERATIONS`."""
     handles: list[Any] = []
 
@@ -52,13 +58,9 @@ def _hooks(model: nn.Module, found: Found) -> list[Any]:
         attention, mlp = layer.self_attn, layer.mlp
         after(layer.input_layernorm, f"{number}.input_norm")
         after(attention.qkv_proj, f"{number}.qkv")
-        heads = (attention.num_heads, attention.num_kv_heads)
-        for name, count in zip(("q_norm", "k_norm"), heads, strict=True):
-            after(
-                getattr(attention, name, None),
-                f"{number}.{name}",
-                lambda out, n=count: out.reshape(-1, n * out.shape[-1]),
-            )
+        for name, count in (("q_norm", attention.num_heads), ("k_norm", attention.num_kv_heads)):
+            by_head = functools.partial(_in_rows, count)
+            after(getattr(attention, name, None), f"{number}.{name}", by_head)
         # One module turns q and k of all layers.
         before(attention.attn, f"{number}.rope", lambda args: torch.cat(args[:2], dim=-1))
         after(attention.attn, f"{number}.attention")
@@ -86,6 +88,12 @@ def record(model: Path, dtype: str) -> dict[str, torch.Tensor]:
         generation_config="vllm", enable_prefix_caching=False,
     )  # fmt: skip # options
     network = llm.llm_engine.model_executor.driver_worker.worker.get_model()
+    attentions = [getattr(layer, "self_attn", None) for layer in network.model.layers]
+    if not all(hasattr(attention, "qkv_proj") for attention in attentions):
+        raise ConfigError(
+            f"{type(network).__name__} has layers without one product for q, k and v; --bits "
+            "compares models in which all layers have it"
+        )
     vocab = llm.llm_engine.model_config.get_vocab_size()
     found: Found = {}
     handles = _hooks(network, found)
@@ -128,7 +136,11 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    result = record(options.model, options.dtype)
+    try:
+        result = record(options.model, options.dtype)
+    except ConfigError as error:
+        sys.stderr.write(f"splice check: vLLM's side failed: {error}\n")
+        os._exit(2)
     save_file({name: t.contiguous() for name, t in result.items()}, options.out)
     sys.stdout.flush()
     os._exit(0)  # vLLM's engine in this process leaves threads that join slowly

@@ -28,6 +28,8 @@ from orchestrator.processes.python import python_command, python_environment
 from orchestrator.protocol.config import Device
 from orchestrator.server import Orchestrator
 from splice import run_cli, train_cli
+from splice.bits import Sides
+from splice.bits import compare as compare_bits
 from splice.client.run_file import TOKEN, TrainerSection, load, node_file
 from splice.cluster import doctor as doctoring
 from splice.cluster import keys as keyring
@@ -69,6 +71,7 @@ _HERE = Path(sys.executable)
 _INFERENCE = inference_python()
 _FOLDER = Path()
 Arch = Literal["qwen3", "qwen3_moe"]
+DType = Literal["float32", "bfloat16"]
 
 
 def _print_version(wanted: bool) -> None:
@@ -314,7 +317,20 @@ def _print_findings(
 
 @app.command()
 def check(
-    model: Annotated[str, typer.Argument(help="HF checkpoint folder, or a hub id.")],
+    model: Annotated[
+        str,
+        typer.Argument(help="HF checkpoint folder, or a hub id; with --bits also a run's folder."),
+    ],
+    bits: Annotated[
+        bool,
+        typer.Option(
+            help="Compare trainer and vLLM operation by operation, with the model's own weights."
+        ),
+    ] = False,
+    exact: Annotated[
+        bool, typer.Option(help="With --bits: as under trainer.numerics = exact.")
+    ] = False,
+    dtype: Annotated[DType | None, typer.Option(help="With --bits: a run's, or float32.")] = None,
     whole: Annotated[
         bool, typer.Option(help="With the model's own weights, not a small one of its kind.")
     ] = False,
@@ -326,10 +342,14 @@ def check(
     trainer_python: TrainerPython = _HERE,
     inference_python: InferencePython = _INFERENCE,
 ) -> None:
-    """Check that the trainer computes a model as transformers does.
+    """Check that the trainer computes a model as transformers does, or with --bits as vLLM does.
 
     Exit code 1 if it does not, 2 if the model cannot be checked.
     """
+    if bits:
+        interpreters = {"trainer_python": trainer_python, "inference_python": inference_python}
+        sides = Sides.of(model, is_exact=exact, dtype=dtype, **interpreters)
+        raise typer.Exit(compare_bits(sides, report))
     if whole and serve:
         text = (
             f"--serve publishes the small model; for its own weights: splice smoke --model {model}"

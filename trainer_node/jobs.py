@@ -154,6 +154,7 @@ class Jobs:
             self._trainer.begin_peak()
             batch = steps.batch_of(self._trainer, message, request.buffers)
         is_on_policy = self._trainer.steps_since_sent == 0
+        self._trainer.sent.compared = None
         split: dict[str, float] = {}
         if gap_split.is_due(self._trainer, message.loss):
             split = gap_split.metrics(self._trainer, batch, message.loss)
@@ -170,6 +171,7 @@ class Jobs:
             "warnings": [],
         }
         if is_on_policy:
+            result["metrics"] = result["metrics"] | self._compared()
             result["warnings"] = [
                 *self._warnings(request, done[0].used.sums, batch, message.loss),
                 *_logged(request, gap_split.warnings(split, dtype=self._model.config.dtype)),
@@ -187,7 +189,15 @@ class Jobs:
         """Return and log the warnings about the gap between trainer and sampler."""
         dtype = self._model.config.dtype
         texts = gap.warnings(sums, loss, dtype=dtype, temperatures_T=batch.temperatures_T)
+        compared = self._trainer.sent.compared
+        if compared is not None:
+            texts = [*texts, *compared.warnings(self._model.config.model)]
         return _logged(request, texts)
+
+    def _compared(self) -> dict[str, float]:
+        """The metrics of exact numerics; none if nothing was compared."""
+        compared = self._trainer.sent.compared
+        return {} if compared is None else compared.metrics()
 
     def _measure_share(self, request: Request[Any], result: dict[str, Any]) -> None:
         """Add to a result the share of the update that its merged weights contain."""
@@ -215,6 +225,7 @@ class Jobs:
         trainer.begin_peak()
         batch = steps.batch_of(self._trainer, request.message, request.buffers)
         batch = batch.scoring_all() if message.returns_logprobs else batch
+        trainer.sent.compared = None
         sums, logprobs_T = trainer.forward_backward(
             batch, message.loss, loss_weight=message.loss_weight
         )
@@ -225,7 +236,7 @@ class Jobs:
         usage = trainer.usage(len(batch.tokens_T), seconds=seconds["forward_backward"])
         return Outcome(
             result={
-                "metrics": sums.metrics(message.loss.normalize_by) | usage,
+                "metrics": sums.metrics(message.loss.normalize_by) | usage | self._compared(),
                 "warnings": warnings,
                 "pending_batches": trainer.pending.num_batches,
                 "seconds": seconds | self._to_first_forward(request),

@@ -336,13 +336,13 @@ class Publication:
         if request.link is None and chunks.steps is None:
             with self._lockstep.agree():
                 export.contribute()
-            self._trainer.steps_since_sent = 0
+            self._trainer.steps_since_sent, self._trainer.sent.version = 0, message.version
             return Outcome()
         deadline = min(deadline, time.monotonic() + export.longest_s)
         report = transfer.send(
             chunks, deadline=deadline, agreement=self._lockstep.agree(), on_filled=on_filled
         )
-        self._trainer.steps_since_sent = 0
+        self._trainer.steps_since_sent, self._trainer.sent.version = 0, message.version
         if chunks.steps is not None:  # the ranks' digests add up, modulo 2^64
             torch.distributed.all_reduce(report.digests_N, group=self._model.control_group)
         if request.link is None:
@@ -411,13 +411,13 @@ class Publication:
         if encoded is None:
             with self._lockstep.agree():
                 pass
-            self._trainer.steps_since_sent = 0
+            self._trainer.steps_since_sent, self._trainer.sent.version = 0, message.version
             return Outcome()
         request.progress("sending", version=message.version)
         report = self._transfer.send_changes(
             chunks, encoded, deadline=deadline, agreement=self._lockstep.agree()
         )
-        self._trainer.steps_since_sent = 0
+        self._trainer.steps_since_sent, self._trainer.sent.version = 0, message.version
         if chunks.steps is not None:
             torch.distributed.all_reduce(report.digests_N, group=self._model.control_group)
         return Outcome() if request.link is None else self._sent(message, report)

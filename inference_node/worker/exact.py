@@ -48,7 +48,7 @@ def _refuse(what: str) -> ConfigError:
     return ConfigError(f'numerics = "exact" does not go with {what}; docs/exactness.md says why')
 
 
-def _product(layer: nn.Module, remove_weight: bool) -> None:  # noqa: ARG001 - vLLM's signature
+def _product(layer: Any, remove_weight: bool) -> None:
     weight = layer.weight
     if weight.is_meta:
         layer.cpu_linear = nn.functional.linear
@@ -113,7 +113,7 @@ def _checked(init: Any) -> Any:
 
 def _keep(
     _: Any,
-    layer: nn.Module,  # noqa: ARG001 - vLLM's signature
+    layer: nn.Module,
     key: torch.Tensor,
     value: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -129,10 +129,10 @@ def _keep(
 
 def _attend(
     impl: Any,
-    layer: nn.Module,  # noqa: ARG001 - vLLM's signature
+    layer: nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor,  # noqa: ARG001 - is in the cache
-    value: torch.Tensor,  # noqa: ARG001
+    key: torch.Tensor,
+    value: torch.Tensor,
     kv_cache: torch.Tensor,
     attn_metadata: Any,
     output: torch.Tensor,

@@ -365,7 +365,9 @@ class TrainerConfig(Settings):
         elif self.numerics == "exact":
             what, why = exact.trainer_obstacle(self) or ("", "")
         if what:
-            raise ValueError(f"numerics = {self.numerics!r} does not go with {what}, {why}; drop one")
+            raise ValueError(
+                f"numerics = {self.numerics!r} does not go with {what}, {why}; drop one"
+            )
         return self
 
     @model_validator(mode="after")

@@ -62,6 +62,8 @@ class Completion:
         temperature: at which it was sampled; the log-probs are those of that temperature.
         finish_reason: "length" if `max_tokens` cut the answer off.
         versions: those that sampled its tokens, in order; several if a publication came between.
+        made_by: for each of `answer_ids`, the version that sampled it, as in a batch's `versions`.
+            Empty: not known.
         tool_calls: those of a chat's answer, as OpenAI's API has them: `id`, `type` and `function`,
             with `name` and `arguments`, a JSON text. vLLM then needs `--tool-call-parser`.
     """
@@ -73,6 +75,7 @@ class Completion:
     text: str = ""
     finish_reason: str | None = None
     versions: tuple[int, ...] = ()
+    made_by: tuple[int, ...] = ()
     sampled: tuple[bool, ...] = ()
     routing: Routing | None = None
     tool_calls: tuple[dict[str, Any], ...] = field(default=(), hash=False)
@@ -134,6 +137,7 @@ def _completion(
         text=(choice["message"].get("content") or "") if is_chat else choice["text"],
         finish_reason=choice.get("finish_reason"),
         versions=_versions(reply),
+        made_by=_made_by(_versions(reply), len(answer_ids)),
         tool_calls=tuple(choice["message"].get("tool_calls") or ()) if is_chat else (),
     )
 
@@ -143,6 +147,13 @@ def _versions(reply: Mapping[str, Any]) -> tuple[int, ...]:
     _, _, version = str(reply.get("model", "")).rpartition("@")
     named = (int(version),) if version.isdecimal() else ()
     return tuple(reply.get("versions", named))
+
+
+def _made_by(versions: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """A reply does not say where a version ends, so tokens of several may all be mixed."""
+    if not versions:
+        return ()
+    return (versions[0] if len(versions) == 1 else -1 - versions[-1],) * count
 
 
 def grpo_batch(
@@ -228,7 +239,7 @@ def batch_of(
     """
     if not rows:
         raise ConfigError("no answer has a token; a batch needs at least one")
-    tokens, lengths = array.array("i"), array.array("i")
+    tokens, lengths, versions = array.array("i"), array.array("i"), array.array("i")
     mask, advantages, logprobs, temperatures = (array.array("f") for _ in range(4))
     for completion, advantage in rows:
         prompt, answer = len(completion.prompt_ids), len(completion.answer_ids)
@@ -244,7 +255,9 @@ def batch_of(
         advantages.extend(a * s for a, s in zip(each, sampled, strict=True))
         logprobs.extend((*([0.0] * prompt), *(completion.logprobs or [0.0] * answer)))
         temperatures.append(completion.temperature)
+        versions.extend((*([0] * prompt), *completion.made_by))
     experts, routing = _routed_experts([completion for completion, _ in rows])
+    is_known = len(versions) == len(tokens)  # given answers have none
     specs = batch_specs(
         num_sequences=len(lengths),
         num_tokens=len(tokens),
@@ -252,6 +265,7 @@ def batch_of(
             "temperatures",
             *(["routed_experts"] if experts else []),
             *(["rewards"] if are_rewards else []),
+            *(["versions"] if is_known else []),
         ],
         routing=routing,
     )
@@ -264,6 +278,7 @@ def batch_of(
         *experts,
         temperatures,
         *([advantages] if are_rewards else []),
+        *([versions] if is_known else []),
     ]
     return Batch(specs=specs, buffers=tuple(buffer.tobytes() for buffer in buffers))
 

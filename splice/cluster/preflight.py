@@ -22,6 +22,7 @@ from orchestrator.protocol.config import (
     TrainerConfig,
     without_weights,
 )
+from orchestrator.protocol.exact import model_obstacle
 from orchestrator.protocol.messages import Transport
 from orchestrator.protocol.topology import check_topology, experts_of, language_part
 
@@ -240,6 +241,19 @@ def check_cpu_attention(model_config: dict[str, Any]) -> None:
         raise ConfigError(
             f"vLLM cannot serve head size {head_dim} on the CPU; "
             f"it has kernels for {', '.join(map(str, CPU_HEAD_SIZES))}"
+        )
+
+
+def check_exact(trainer: TrainerConfig, model_config: dict[str, Any]) -> None:
+    """Check that `numerics = "exact"` knows every operation of the model.
+
+    Raises:
+        ConfigError: names the operation.
+    """
+    if trainer.numerics == "exact" and (found := model_obstacle(language_part(model_config))):
+        raise ConfigError(
+            f"trainer.numerics = 'exact' does not go with {found[0]}, {found[1]}; use 'served' or "
+            "'adapters' (docs/exactness.md)"
         )
 
 

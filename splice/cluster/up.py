@@ -54,6 +54,7 @@ from splice.cluster.one_host import Cluster
 from splice.cluster.preflight import (
     check_adapter,
     check_cpu_attention,
+    check_exact,
     check_gpus,
     check_length,
     check_parallel,
@@ -127,6 +128,7 @@ def check(run: RunFile) -> None:
     for node in nodes:
         check_quantization(node)
         check_length(node)
+    check_exact(run.trainer, model_config)
     if run.inference.device == "cpu":
         check_cpu_attention(model_config)
     for node in nodes:

@@ -349,7 +349,7 @@ def _answers_by_name(group: Group, *, masks: bool) -> Parts:
         answer: Answered = several[0] if len(several) == 1 else several
         if masks and rollout.is_cut:
             answer = replace(
-                rollout.completion, answer_ids=(), logprobs=(), sampled=(), routing=None
+                rollout.completion, answer_ids=(), logprobs=(), sampled=(), made_by=(), routing=None
             )
         found.setdefault(rollout.name, []).append((answer, rollout.reward))
     return list(found.values())

@@ -392,6 +392,7 @@ class _Made:
     answer_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
+    made_by: list[int] = field(default_factory=list)
     text: str = ""
     tool_calls: dict[int, dict[str, Any]] = field(default_factory=dict)
     finish_reason: str | None = None
@@ -431,7 +432,11 @@ class _Made:
             )
         self.answer_ids += ids
         self.logprobs += map(float, logprobs)
-        self._span(version_of(event, name=self.name), len(ids))
+        version = version_of(event, name=self.name)
+        self._span(version, len(ids))
+        # An update may have come within the prompt, before any token.
+        is_mixed = len(event.get("versions") or ()) > 1 or len(self.spans) > 1
+        self.made_by += [-1 - version if is_mixed else version] * len(ids)
 
     def _add_call(self, part: Mapping[str, Any]) -> None:
         """Take a part of a tool call: its id and name come first, its arguments in pieces."""
@@ -466,6 +471,7 @@ class _Made:
             text=self.text,
             finish_reason=self.finish_reason,
             versions=tuple(version for version, _ in self.spans),
+            made_by=tuple(self.made_by),
             routing=self.routing,
             tool_calls=tuple(call for _, call in sorted(self.tool_calls.items())),
         )

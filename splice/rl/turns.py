@@ -247,6 +247,7 @@ class _Growing:
     texts: list[str] = field(default_factory=list)
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    made_by: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     routing: Routing | None = None
 
@@ -265,6 +266,8 @@ class _Growing:
         self.logprobs += (*([0.0] * len(given)), *turn.logprobs)
         self.texts.append(turn.text)
         self.tool_calls += turn.tool_calls
+        if turn.made_by:
+            self.made_by += (*([0] * len(given)), *turn.made_by)
         self.versions += (v for v in turn.versions if v not in self.versions)
         self.finish_reason = turn.finish_reason
         self.routing = _joined(self.routing, turn.routing)
@@ -279,6 +282,7 @@ class _Growing:
             text="\n".join(self.texts),
             finish_reason=self.finish_reason,
             versions=tuple(self.versions),
+            made_by=tuple(self.made_by) if len(self.made_by) == len(self.mask) else (),
             routing=self.routing,
             tool_calls=tuple(self.tool_calls),
         )

@@ -9,6 +9,7 @@ import pytest
 from splice import Completion, grpo_batch
 from splice.client.batches import Routing
 from splice.rl import Scored, Turn
+from splice.rl.sampler import _Made
 from splice.rl.turns import scored, sequences_of
 
 
@@ -36,6 +37,31 @@ def test_a_conversation_is_one_sequence():
     assert sequence.sampled == (True, True, False, False, True, True, True)
     assert sequence.logprobs == (-0.375, -0.5, 0.0, 0.0, -0.625, -0.75, -0.875)
     assert sequence.versions == (4, 5) and sequence.text == "[3, 4]\n[5]\n[6, 7]"
+
+
+def test_a_sequence_knows_which_version_made_each_token():
+    """A later turn's prompt is computed again, so another version there mixes nothing."""
+    first = turn(0, [1, 2], [3, 4], version=4, made_by=(4, -6))
+    second = turn(1, [1, 2, 3, 4, 50], [5], version=5, made_by=(5,))
+    (sequence,) = sequences_of([first, second])
+    assert sequence.made_by == (4, -6, 0, 5)
+    (unknown,) = sequences_of([first, turn(1, [1, 2, 3, 4, 50], [5])])
+    assert unknown.made_by == ()
+
+
+def test_tokens_after_an_update_are_mixed_also_if_it_came_within_the_prompt():
+    def made_by(*events):
+        made = _Made(name="m", replica="inference-0")
+        made.add({"model": "m@3", "prompt_token_ids": [1], "choices": [{"text": ""}]})
+        for said in events:
+            choice = {"text": "a", "token_ids": [7, 8], "logprobs": {"token_logprobs": [-1, -1]}}
+            made.add({**said, "choices": [choice]})
+        made.add({"model": "m@3", "choices": [{"finish_reason": "stop"}]})
+        return made.answer(temperature=1.0).completion.made_by
+
+    assert made_by({"model": "m@3"}, {"model": "m@3"}) == (3, 3, 3, 3)
+    assert made_by({"model": "m@3"}, {"model": "m@4"}) == (3, 3, -5, -5)
+    assert made_by({"model": "m@4", "versions": [3, 4]}) == (-5, -5)
 
 
 def test_another_encoding_of_the_history_is_another_sequence():

@@ -29,12 +29,27 @@ def test_both_routes_give_the_same_completion():
 
 
 @pytest.mark.parametrize(
-    ("said", "versions"),
-    [({"model": "tiny@3"}, (3,)), ({"model": "t@4", "versions": [3, 4]}, (3, 4)), ({}, ())],
+    ("said", "versions", "made_by"),
+    [
+        ({"model": "tiny@3"}, (3,), (3, 3)),
+        ({"model": "t@4", "versions": [3, 4]}, (3, 4), (-5, -5)),
+        ({}, (), ()),
+    ],
 )
-def test_an_answer_knows_its_versions(said, versions):
+def test_an_answer_knows_its_versions(said, versions, made_by):
     (found,) = completions_of({"choices": [COMPLETION], **said})
-    assert found.versions == versions
+    assert (found.versions, found.made_by) == (versions, made_by)
+
+
+def test_a_batch_says_which_version_made_a_token_if_all_answers_do():
+    known, other = (Completion(**WANTED, made_by=v) for v in ((0, -2), (3, 3)))
+    batch = grpo_batch([[(known, 1.0), (other, 0.0)]])
+    assert batch.specs[-1].name == "versions"
+    found = array.array("i", batch.buffers[-1]).tolist()
+    assert found == [0, 0, 0, 0, -2, 0, 0, 0, 3, 3]
+    given = Completion(**WANTED)
+    batch = grpo_batch([[(known, 1.0), (given, 0.0)]])
+    assert "versions" not in [spec.name for spec in batch.specs]
 
 
 @pytest.mark.parametrize("lacks", ["token_ids", "prompt_token_ids", "logprobs"])

@@ -58,7 +58,11 @@ def use(model: Any, config: Any) -> None:
 
 
 def _product(
-    *, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **_: Any  # noqa: A002
+    *,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    **_: Any,
 ) -> torch.Tensor:
     out = kernels.differentiable(kernels.linear, functional.linear, input, weight)
     return out if bias is None else out + bias
@@ -70,9 +74,7 @@ def _norm(module: Any, name: str, x: torch.Tensor) -> torch.Tensor:
     def ordinary(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
-    return kernels.differentiable(
-        functools.partial(kernels.rms_norm, eps=eps), ordinary, x, weight
-    )
+    return kernels.differentiable(functools.partial(kernels.rms_norm, eps=eps), ordinary, x, weight)
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
@@ -98,7 +100,7 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # noqa: ARG001 - Megatron's signature
+    attention_mask: torch.Tensor | None,
     *,
     packed_seq_params: Any,
     **_: Any,

@@ -189,7 +189,7 @@ def load(
         if same_place:
             pack_size.remember(trainer, meta)
         trainer.num_steps, trainer.num_skipped_steps = counters["steps"], counters["skipped_steps"]
-        trainer.steps_since_sent = 0
+        trainer.steps_since_sent, trainer.sent.version = 0, version
         model.adapters.rounding = rounding_of(trainer, meta)
         trainer.on_disk = on_disk(folder, meta) if with_moments else None
     trainer.is_unknown = False

@@ -148,14 +148,16 @@ def measured(config: TrainerConfig, sampler: Found) -> Found:
     return found
 
 
-def _print(rows: list[bits.Row], first: str) -> None:
-    print(f"{'operation':28}{'layers':>7}{'differ':>9}{'largest':>12}{'ulps':>12}  first in")
+def _table(rows: list[bits.Row], first: str) -> str:
+    lines = [f"{'operation':28}{'layers':>7}{'differ':>9}{'largest':>12}{'ulps':>12}  first in"]
     for row in rows:
         name = bits.OPERATIONS.get(row.operation, "log-probs of sampled tokens")
-        where = "" if row.first_layer is None else f"layer {row.first_layer}"
+        where = ""
+        if row.first_layer is not None:
+            where = f"layer {row.first_layer}: {row.first_largest:.1e}"
         share = f"{row.differing / row.count:.1%}" if row.differing else "0"
-        print(f"{name:28}{row.layers:7}{share:>9}{row.largest:12.3e}{row.ulps:12}  {where}")
-    print(f"the first operation that differs: {first or 'none'}")
+        lines.append(f"{name:28}{row.layers:7}{share:>9}{row.largest:12.3e}{row.ulps:12}  {where}")
+    return "\n".join([*lines, f"the first operation that differs: {first or 'none'}", ""])
 
 
 def main() -> int:
@@ -178,10 +180,10 @@ def main() -> int:
     try:
         ours = measured(config, theirs)
     except ConfigError as error:
-        print(f"splice check: {error}", file=sys.stderr)
+        sys.stderr.write(f"splice check: {error}\n")
         return 2
     rows, first = bits.compare(ours, theirs)
-    _print(rows, first)
+    sys.stdout.write(_table(rows, first))
     if options.out is not None:
         report = {"model": str(options.model), "dtype": options.dtype, "exact": options.exact,
                   "first": first, "rows": [asdict(row) for row in rows]}  # fmt: skip

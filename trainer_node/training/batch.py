@@ -54,6 +54,8 @@ class Batch:
     temperatures_T: torch.Tensor | None = None
     """What the sampler divided the logits by; None: 1 everywhere."""
     rewards_T: torch.Tensor | None = None
+    versions_T: torch.Tensor | None = None
+    """int32. Of each sampled token; see OPTIONAL_BATCH_TENSORS."""
     values_T: torch.Tensor | None = None
     """The value head's, before the job's first step; 0 where the mask is 0."""
     returns_T: torch.Tensor | None = None

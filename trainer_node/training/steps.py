@@ -37,6 +37,8 @@ def batch_of(
         max_length=trainer.model.max_length,
         loss=message.loss,
     )
+    if trainer.model.config.numerics == "exact":  # each log-prob is compared
+        batch = replace(batch, scored_T=batch.loss_mask_T != 0)
     accumulation = message.grad_accumulation_sequences
     trainer.check(batch, message.loss, grad_accumulation_sequences=accumulation)
     return batch

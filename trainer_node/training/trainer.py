@@ -38,7 +38,7 @@ from trainer_node.model.offload import (
 )
 from trainer_node.model.whole_adapters import read_on_all_ranks
 from trainer_node.ranks import heap
-from trainer_node.training import gap, passes, served_weights
+from trainer_node.training import bits, gap, passes, served_weights
 from trainer_node.training.batch import Batch, check_accumulation, check_fits, check_text
 from trainer_node.training.gradients import finalize_gradients, global_norm
 from trainer_node.training.losses import bind_loss
@@ -113,6 +113,7 @@ class Trainer(Scorer):
         self.steps_since_sent = 0
         """Optimizer steps since the weights were sent or loaded. 0: the next step should be on
         policy."""
+        self.sent = bits.Sent(is_exact=model.config.numerics == "exact")
         self.split_at: int | None = None
         """`num_steps` at the last `gap_split`."""
         self._host_copies: HostCopies | None = None
@@ -167,6 +168,7 @@ class Trainer(Scorer):
             if batch.scored_T is not None:
                 values = [report.log_probs_N[None] for report in reports]
                 (logprobs_T,) = passes.gather_scores(self.model, batch, packs, values, rows=1)
+            self.sent.compare(batch, loss, logprobs_T, steps=self.steps_since_sent)
         except BaseException as error:
             if dropped := self.drop_pending():
                 error.add_note(
@@ -426,7 +428,7 @@ class Trainer(Scorer):
         self._round_as_configured()
         self.optimizer.state.clear()
         self.on_disk = None
-        self.steps_since_sent = 0
+        self.steps_since_sent, self.sent.version = 0, None
         return self.drop_pending()
 
     def plan_adapter(self, lora: LoraConfig, *, seed: int | None = None) -> PlannedAdapter:
@@ -456,7 +458,7 @@ class Trainer(Scorer):
         self.references = References(model)
         self._host_copies = None
         self.on_disk = None
-        self.steps_since_sent = 0
+        self.steps_since_sent, self.sent.version = 0, None
         self.when_adapted()
         heap.free_replaced()  # modules and hooks refer to each other in cycles
         if model.device.type == "cuda":

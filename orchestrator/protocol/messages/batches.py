@@ -233,6 +233,7 @@ OPTIONAL_BATCH_TENSORS: dict[str, str] = {
     "routed_experts": "int32",
     "temperatures": "float32",
     "rewards": "float32",
+    "versions": "int32",
 }
 """Buffers that may follow BATCH_TENSORS, in this order. They are [T], and 0 where the mask is 0.
 
@@ -246,6 +247,8 @@ temperatures: [T] or [S], the divisor of the sampler's logits. The trainer then 
     log-probs and entropies, also a reference model's, from softmax(logits / temperature). Each must
     be finite and at least MIN_TEMPERATURE, also where the mask is 0. Without the buffer it is 1.
 rewards: of each sampled token, for `LossSpec.value`, which computes the advantages.
+versions: the version N that sampled the token, with keys and values of N only; -1 - N after a swap
+    within the sequence, or where this is not known. `numerics = "exact"` compares the former.
 """
 
 MIN_TEMPERATURE = 0.01

@@ -1,0 +1,96 @@
+"""What `numerics = "exact"` refuses, by name, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from orchestrator.protocol.config import (
+    InferenceConfig,
+    LoraConfig,
+    ParallelConfig,
+    TrainerConfig,
+)
+from orchestrator.protocol.exact import model_obstacle
+from splice.client.run_file import RunFile
+
+MODEL = Path("org/name")
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"device": "cuda"}, "device"),
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"parallel": ParallelConfig(tensor=2, world_size=2)}, "parallel.tensor"),
+        ({"parallel": ParallelConfig(pipeline=2, world_size=2)}, "parallel.pipeline"),
+        ({"parallel": ParallelConfig(context=2, world_size=2)}, "parallel.context"),
+        ({"parallel": ParallelConfig(expert=2, world_size=2)}, "parallel.expert"),
+        ({"lora": LoraConfig(dropout=0.1)}, "lora.dropout"),
+        ({"compile": True}, "compile"),
+        ({"finetuning_type": "full"}, "finetuning_type"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_trainer_setting_is_refused(options, name) -> None:
+    with pytest.raises(ValidationError, match=f"'exact' does not go with {name}"):
+        TrainerConfig(model=MODEL, numerics="exact", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"device": "cuda"}, "device"),
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"tensor_parallel": 2}, "tensor_parallel"),
+        ({"enforce_eager": False}, "enforce_eager"),
+        ({"extra_args": ("--quantization", "fp8")}, "extra_args --quantization"),
+        ({"extra_args": ("--kv_cache_dtype=fp8",)}, "extra_args --kv-cache-dtype"),
+        ({"extra_args": ("--speculative-config", "{}")}, "extra_args --speculative"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_setting_of_the_sampler_is_refused(options, name) -> None:
+    with pytest.raises(ValidationError, match=f"'exact' does not go with {name}"):
+        InferenceConfig(model=MODEL, name="tiny", exact=True, **options)
+
+
+QWEN3 = {"model_type": "qwen3", "hidden_act": "silu", "rope_theta": 1e6, "attention_bias": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"model_type": "qwen3_moe", "num_experts": 8}, "experts"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "multi-latent attention"),
+        (
+            {"layer_types": ["linear_attention", "full_attention"]},
+            "the gated delta rule",
+        ),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding windows"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn'"),
+        ({"model_type": "llama", "attention_bias": True}, "biases of a llama"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"model_type": "olmo2"}, "model_type 'olmo2'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_model_is_refused(changes, what) -> None:
+    assert model_obstacle(QWEN3) is None
+    found = model_obstacle(QWEN3 | changes)
+    assert found is not None and found[0].startswith(what) and found[1]
+
+
+def test_the_run_file_tells_the_sampler() -> None:
+    def run(**inference):
+        tables = {"trainer": {"numerics": "exact"}, "inference": inference}
+        return RunFile(name="tiny", model=MODEL, **tables)
+
+    assert run().inference_config(0).exact
+    assert run().trainer_config().numerics == "exact"
+    assert not RunFile(name="tiny", model=MODEL, trainer={}, inference={}).inference.exact
+    with pytest.raises(ValidationError, match=r"give only trainer\.numerics"):
+        run(exact=False)

@@ -256,7 +256,8 @@ def test_what_a_user_may_import_stays() -> None:
         "ProtocolError Publish PublishResult Resync SaveCheckpoint SaveCheckpointResult "
         "SpliceClient SpliceError Status TensorSpec TrainLora TrainLoraResult TrainMerged "
         "TrainMergedResult ValueSpec VerificationError batch_specs completions_of "
-        "distillation_batch dpo_batch dpo_margins gae_batch group_advantages grpo_batch sft_batch"
+        "distillation_batch dpo_batch dpo_margins gae_batch group_advantages grpo_batch kl_of "
+        "sft_batch"
     )
     assert all(getattr(splice, name).__doc__ for name in splice.__all__)
 

@@ -120,7 +120,7 @@ def script(
     steps, num_hosts = [_step(trainer, more=own)], trainer.hosts
     for index, role in enumerate(others):
         if role.kind == "inference":
-            per_host = gpus_per_host // role.gpus if role.gpus else role.copies
+            per_host = gpus_per_host // role.gpus if role.gpus else 1  # which takes its cores
             host = trainer.hosts + index // per_host
             steps.append(_step(role, first=host))
             num_hosts = host + 1

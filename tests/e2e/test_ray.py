@@ -1,4 +1,5 @@
-"""A run on a real Ray cluster of two nodes, both on this machine; its roles are killed."""
+"""A run on a real Ray cluster of two or eight nodes on this machine; its roles are killed. Of the
+eight nodes, six have stand-ins for replicas."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from splice import SpliceClient, TrainMerged, batch_specs
 from tests.e2e.batches import PROMPT, as_batch
 from tests.e2e.commands import free_port, processes_of, splice
 from tests.e2e.conftest import INFERENCE_PYTHON, ROOT
+from tests.e2e.stand_in_replica import wrapper
 
 pytestmark = pytest.mark.timeout(1800)
 BACK_S = 600
@@ -39,14 +41,17 @@ ROLES = ("serve", "trainer", "inference_node")
 
 
 @pytest.fixture
-def cluster(monkeypatch) -> Iterator[str]:
-    """The address of a cluster of two nodes, with room for two roles each."""
+def cluster(request, monkeypatch) -> Iterator[str]:
+    """The address of a cluster of two nodes, with room for two roles each, or of as many nodes as
+    the parameter has numbers of roles."""
+    cpus = getattr(request, "param", (2, 2))
     utils = pytest.importorskip("ray.cluster_utils")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     small = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
-    found = utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **small})
-    found.add_node(num_cpus=2, **small)
+    found = utils.Cluster(initialize_head=True, head_node_args={"num_cpus": cpus[0], **small})
+    for count in cpus[1:]:
+        found.add_node(num_cpus=count, **small)
     yield str(found.address)
     found.shutdown()
 
@@ -109,6 +114,40 @@ def test_a_run_trains_there_and_ends(models, tmp_path, cluster):
     while left := [p for p in processes_of(run_dir) if p.pid != os.getpid()]:
         assert time.monotonic() < deadline_s, left
         time.sleep(0.5)
+
+
+@pytest.mark.parametrize("cluster", [(4, *(1,) * 7)], indirect=True, ids=["eight nodes"])
+def test_a_run_on_eight_nodes_is_stopped_and_continues(models, tmp_path, cluster):
+    """By the same command. Two nodes have real roles, six a stand-in for a replica each."""
+    folder = tmp_path / "mine"
+    python = wrapper(tmp_path / "python")
+    options = ["--model", models["qwen3"], "--name", "tiny", "--gpus", ""]
+    splice("init", folder, *options, "--inference-python", python)
+    file, run_dir = folder / "run.toml", folder / "run"
+    text = file.read_text().replace("replicas = 1", "replicas = 7")
+    file.write_text(text + TRAINING.replace("steps = 2", "steps = 4"))
+    (folder / "rows.jsonl").write_text('{"prompt": "1 + 1 ="}\n' * 4)
+    (folder / "rewards.py").write_text(REWARD)
+    port = ["--set", f"orchestrator.endpoint=tcp://0.0.0.0:{free_port()}"]
+    command = ["train", file, *port, "--on", "ray", "--ray-address", cluster]
+    log = run_dir / "logs" / "loop.log"
+    for said in ("step 2 of 4", "4 steps are made: tiny@4"):
+        splice(*command)
+        deadline_s = time.monotonic() + BACK_S
+        while said not in (log.read_text() if log.exists() else ""):
+            assert time.monotonic() < deadline_s, log.read_text() if log.exists() else said
+            time.sleep(0.5)
+        if said.startswith("step"):
+            stand_ins = [p for p in processes_of(run_dir) if "stand_in" in str(p.info["cmdline"])]
+            assert len({raylet_of(process) for process in stand_ins}) == 6
+            splice("stop", folder)
+        deadline_s = time.monotonic() + 90
+        while left := [p for p in processes_of(run_dir) if p.pid != os.getpid()]:
+            assert time.monotonic() < deadline_s, left
+            time.sleep(0.5)
+    assert log.read_text().count("step 1 of 4") == 1
+    for k in range(1, 7):
+        assert (run_dir / "logs" / f"inference-{k}.log").read_text().count("serves 4") == 1
 
 
 def states(folder: Path) -> dict[str, str]:

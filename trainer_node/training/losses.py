@@ -25,7 +25,7 @@ from trainer_node.training.registry import (
     register_loss,
     registered,
 )
-from trainer_node.training.surrogate import clipped
+from trainer_node.training.surrogate import clipped, sequence_means
 
 # ---------------------------------------------------------------- a loss is called
 
@@ -82,6 +82,12 @@ def bind_loss(spec: LossSpec) -> Callable[[LossInputs], LossOutput]:
         raise ConfigError(
             f"loss.value: {spec.name} takes no advantages, which a value head is for; leave one of "
             "them out"
+        )
+    if spec.kl is not None and spec.kl.in_reward and spec.value is None:
+        raise ConfigError(
+            "loss.kl.in_reward: this batch has advantages, and no rewards to take the KL from. "
+            "Take it from the rewards before you make the batch (splice.kl_of) and leave loss.kl "
+            "out, or train with a value head (loss.value)"
         )
     missing = [
         p
@@ -279,12 +285,10 @@ def gspo(
     sequences unless asked otherwise. Every token of a clipped sequence counts as clipped.
     """
     old_N = sampler_logprobs_N if old_logprobs_N is None else old_logprobs_N
-    zeros_S = log_probs_N.new_zeros(num_sequences)
-    lengths_S = zeros_S.index_add(0, sequence_N, torch.ones_like(log_probs_N))
-    divisor_S = lengths_S.clamp(min=1)
-    ratio_S = (zeros_S.index_add(0, sequence_N, log_probs_N - old_N) / divisor_S).exp()
-    advantage_S = zeros_S.index_add(0, sequence_N, advantages_N.to(log_probs_N.dtype)) / divisor_S
-    plain_S, surrogate_S = clipped(ratio_S, advantage_S, clip_low, clip_high)
+    log_S, lengths_S = sequence_means(log_probs_N - old_N, sequence_N, num_sequences)
+    given_N = advantages_N.to(log_probs_N.dtype)
+    advantage_S, _ = sequence_means(given_N, sequence_N, num_sequences)
+    plain_S, surrogate_S = clipped(log_S.exp(), advantage_S, clip_low, clip_high)
     return LossOutput(
         loss=-surrogate_S.sum(), num_clipped=(lengths_S * (surrogate_S < plain_S)).sum()
     )

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 
 from trainer_node.training.registry import LossOutput, register_loss
-from trainer_node.training.surrogate import clipped
+from trainer_node.training.surrogate import clipped, sequence_means
 
 
 def _weighted(
@@ -38,10 +38,6 @@ def _weighted(
         loss=-kept_N.sum(),
         num_clipped=((surrogate_N < plain_N) | (weight_N == 0)).sum(),
     )
-
-
-def _within(ratio: torch.Tensor, low: float, cap: float) -> torch.Tensor:
-    return (ratio >= low) & (ratio <= cap)
 
 
 def _old(log_probs_N: torch.Tensor, old_logprobs_N: torch.Tensor | None) -> torch.Tensor:
@@ -76,78 +72,60 @@ def masked_importance_sampling(
     return _weighted(weight_N, log_probs_N, advantages_N, old_N, clip_low, clip_high)
 
 
-@register_loss("icepop")
-def icepop(
-    log_probs_N: torch.Tensor,
-    *,
-    sampler_logprobs_N: torch.Tensor,
-    advantages_N: torch.Tensor,
-    old_logprobs_N: torch.Tensor | None = None,
-    clip_low: float,
-    clip_high: float,
-    ratio_low: float,
-    ratio_cap: float,
-) -> LossOutput:
-    """A token's weight is `k_t = old_t / mu_t` within `[ratio_low, ratio_cap]`, and 0 outside.
+def _bounded(name: str, *, of_sequences: bool, reweights: bool, paper: str) -> None:
+    """Register a loss that leaves out what has a ratio outside `[ratio_low, ratio_cap]`.
 
-    IcePop: Ling Team 2025, "Every Step Evolves" (arXiv:2510.18855; 0.5 and 5).
+    Args:
+        of_sequences: the ratio is the geometric mean of a sequence's, not a token's own.
+        reweights: the ratio is also the weight.
     """
-    old_N = _old(log_probs_N, old_logprobs_N)
-    ratio_N = (old_N - sampler_logprobs_N).exp()
-    weight_N = torch.where(_within(ratio_N, ratio_low, ratio_cap), ratio_N, 0.0)
-    return _weighted(weight_N, log_probs_N, advantages_N, old_N, clip_low, clip_high)
+
+    def loss(
+        log_probs_N: torch.Tensor,
+        *,
+        sampler_logprobs_N: torch.Tensor,
+        advantages_N: torch.Tensor,
+        sequence_N: torch.Tensor,
+        num_sequences: int,
+        old_logprobs_N: torch.Tensor | None = None,
+        clip_low: float,
+        clip_high: float,
+        ratio_low: float,
+        ratio_cap: float,
+    ) -> LossOutput:
+        old_N = _old(log_probs_N, old_logprobs_N)
+        ratio_N = log_k_N = old_N - sampler_logprobs_N
+        if of_sequences:
+            ratio_N = sequence_means(log_k_N, sequence_N, num_sequences)[0][sequence_N]
+        ratio_N = ratio_N.exp()
+        kept_N = (ratio_N >= ratio_low) & (ratio_N <= ratio_cap)
+        weight_N = torch.where(kept_N, ratio_N if reweights else 1.0, 0.0).to(ratio_N.dtype)
+        return _weighted(weight_N, log_probs_N, advantages_N, old_N, clip_low, clip_high)
+
+    loss.__doc__ = paper
+    register_loss(name)(loss)
 
 
-@register_loss("token_rejection")
-def token_rejection(
-    log_probs_N: torch.Tensor,
-    *,
-    sampler_logprobs_N: torch.Tensor,
-    advantages_N: torch.Tensor,
-    old_logprobs_N: torch.Tensor | None = None,
-    clip_low: float,
-    clip_high: float,
-    ratio_low: float,
-    ratio_cap: float,
-) -> LossOutput:
-    """A token counts if `k_t = old_t / mu_t` is within `[ratio_low, ratio_cap]`. Nothing is
-    reweighted.
-
-    The mask of IcePop (arXiv:2510.18855) without its weight; verl calls it `rollout_rs = token`.
-    """
-    old_N = _old(log_probs_N, old_logprobs_N)
-    kept_N = _within((old_N - sampler_logprobs_N).exp(), ratio_low, ratio_cap)
-    weight_N = kept_N.to(log_probs_N.dtype)
-    return _weighted(weight_N, log_probs_N, advantages_N, old_N, clip_low, clip_high)
-
-
-@register_loss("sequence_rejection")
-def sequence_rejection(
-    log_probs_N: torch.Tensor,
-    *,
-    sampler_logprobs_N: torch.Tensor,
-    advantages_N: torch.Tensor,
-    sequence_N: torch.Tensor,
-    num_sequences: int,
-    old_logprobs_N: torch.Tensor | None = None,
-    clip_low: float,
-    clip_high: float,
-    ratio_low: float,
-    ratio_cap: float,
-) -> LossOutput:
-    """A sequence counts if the geometric mean of its ratios, `(prod_t old_t / mu_t)^(1 / n)`, is
-    within `[ratio_low, ratio_cap]`. Nothing is reweighted.
-
-    The geometric mean as a sequence's ratio: Zheng et al. 2025 (arXiv:2507.18071, eq. 7); as a
-    mask: verl's `rollout_rs = geometric`, and for negative advantages only DeepSeek-V3.2
-    (arXiv:2512.02556).
-    """
-    old_N = _old(log_probs_N, old_logprobs_N)
-    zeros_S = log_probs_N.new_zeros(num_sequences)
-    lengths_S = zeros_S.index_add(0, sequence_N, torch.ones_like(log_probs_N)).clamp(min=1)
-    mean_S = (zeros_S.index_add(0, sequence_N, old_N - sampler_logprobs_N) / lengths_S).exp()
-    weight_N = _within(mean_S, ratio_low, ratio_cap).to(log_probs_N.dtype)[sequence_N]
-    return _weighted(weight_N, log_probs_N, advantages_N, old_N, clip_low, clip_high)
+_bounded(
+    "icepop",
+    of_sequences=False,
+    reweights=True,
+    paper='IcePop: Ling Team 2025, "Every Step Evolves" (arXiv:2510.18855; 0.5 and 5).',
+)
+_bounded(
+    "token_rejection",
+    of_sequences=False,
+    reweights=False,
+    paper="IcePop's mask (arXiv:2510.18855) without its weight: verl's `rollout_rs = token`.",
+)
+_bounded(
+    "sequence_rejection",
+    of_sequences=True,
+    reweights=False,
+    paper="The geometric mean as a sequence's ratio: Zheng et al. 2025 (arXiv:2507.18071, eq. 7); "
+    "as a mask: verl's `rollout_rs = geometric`, and for negative advantages only DeepSeek-V3.2 "
+    "(arXiv:2512.02556).",
+)
 
 
 @register_loss("dppo")

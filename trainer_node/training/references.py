@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from orchestrator.protocol.messages import LossSpec
 from trainer_node.model.model import Model
 from trainer_node.model.whole_adapters import read_on_all_ranks
+from trainer_node.training.batch import Batch
 
 MAX_REFERENCES = 4
 """Number of adapters to keep. The least recently used one goes first."""
@@ -61,6 +65,22 @@ class References:
         finally:
             for p, data in zip(params, present, strict=False):
                 p.param.data = data
+
+    def compared(self, batch: Batch, loss: LossSpec, forward: Callable[..., Any]) -> Batch:
+        """Return the batch with the log-probs of its KL term's reference.
+
+        Args:
+            forward: of a `Scorer`.
+        """
+        if loss.kl is None or not loss.needs_reference_passes:
+            return batch
+        with self.in_place(loss.kl.adapter_dir):
+            reference_T, _ = forward(
+                replace(batch, scored_T=None),
+                allowed_token_ids=loss.allowed_token_ids,
+                mode="base" if loss.kl.reference == "base" else None,
+            )
+        return replace(batch, reference_logprobs_T=reference_T)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor of the kept adapters."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from orchestrator.errors import ConfigError, ErrorCode, SpliceError
+from orchestrator.errors import ErrorCode, SpliceError
 from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
 from trainer_node.adapters.dropout import key_of
@@ -156,7 +156,7 @@ class Trainer(Scorer):
         try:
             batch = self.valued(batch, loss)
             if loss.kl is not None and not loss.kl.in_reward:
-                batch = self._referenced(batch, loss)
+                batch = self.references.compared(batch, loss, self.forward)
             begun = self._take_begun(batch)
             packs = self._cut(batch) if begun is None else begun.packs
             reports = [] if begun is None else begun.reports
@@ -188,20 +188,8 @@ class Trainer(Scorer):
     def valued(self, batch: Batch, loss: LossSpec) -> Batch:
         """As the scorer's. With a KL term in the reward also with its reference's log-probs."""
         if loss.kl is not None and loss.kl.in_reward and batch.returns_T is None:
-            batch = self._referenced(batch, loss)
+            batch = self.references.compared(batch, loss, self.forward)
         return super().valued(batch, loss)
-
-    def _referenced(self, batch: Batch, loss: LossSpec) -> Batch:
-        """Return the batch with the log-probs of its KL term's reference."""
-        if loss.kl is None or not loss.needs_reference_passes:
-            return batch
-        with self.references.in_place(loss.kl.adapter_dir):
-            reference_T, _ = self.forward(
-                replace(batch, scored_T=None),
-                allowed_token_ids=loss.allowed_token_ids,
-                mode="base" if loss.kl.reference == "base" else None,
-            )
-        return replace(batch, reference_logprobs_T=reference_T)
 
     def _losses(self, packs: Packs, loss: LossSpec, weight: float) -> list[Any]:
         """Run packs forward and backward."""
@@ -285,12 +273,6 @@ class Trainer(Scorer):
         bind_loss(loss)
         if loss.value is not None:
             self.model.need_value_head()
-        elif loss.kl is not None and loss.kl.in_reward:
-            raise ConfigError(
-                "loss.kl.in_reward: this batch has advantages, and no rewards to take the KL from. "
-                "Take it from the rewards before you make the batch (splice.kl_of) and leave "
-                "loss.kl out, or train with a value head (loss.value)"
-            )
         self.pending.check(loss.normalize_by)
         if loss.kl is not None and loss.needs_reference_passes:
             self.model.need_adapters(

@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.messages import LOSS_PARAMETERS, KlSpec, LossSpec
+from orchestrator.protocol.messages import LOSS_PARAMETERS, KlSpec, LossSpec, ValueSpec
 from tests.trainer_node.conftest import child_env
 from trainer_node.training import registry
 from trainer_node.training.head import linear_statistics
 from trainer_node.training.losses import (
     LossInputs,
+    ValueInputs,
     bind_loss,
     kl_to_reference,
     total_loss,
@@ -207,16 +208,22 @@ class TestByHand:
         assert terms.logprob_gap_max.item() == pytest.approx(math.log(8))
 
     def test_a_kl_in_the_reward_is_only_measured(self) -> None:
-        spec = LossSpec(name="importance_sampling", kl=KlSpec(estimator="k2", in_reward=True))
+        kl = KlSpec(estimator="k2", in_reward=True)
+        spec = LossSpec(name="importance_sampling", kl=kl, value=ValueSpec())
         given = inputs()
         terms = total_loss(
             given,
             spec,
             entropy_N=torch.zeros(6),
             reference_logprobs_N=given.log_probs_N - 1,
+            values=ValueInputs(
+                values_N=torch.zeros(6), old_values_N=torch.zeros(6), returns_N=torch.zeros(6)
+            ),
         )
         assert terms.kl.item() == pytest.approx(3.0)
         assert terms.total.item() == pytest.approx(7.5)
+        with pytest.raises(ConfigError, match=r"in_reward.*kl_of.*or train with a value head"):
+            bind_loss(spec.model_copy(update={"value": None}))
 
     def test_kl_to_the_sampler_is_k3(self) -> None:
         """Of the sampler's policy to the trainer's: r - 1 - log r, never negative."""

@@ -3,7 +3,7 @@
     python -m inference_node.bits --model FOLDER --dtype float32 --out FILE [--exact]
 
 Sequences are prefilled together, with a hook on each module. Then prompts are answered at
-temperature 1, together. vLLM runs in this process, on the CPU. See `exact_kernels.bits`.
+temperature 1, together. vLLM runs in this process, on the CPU. See `weight_transfer.exact.bits`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from exact_kernels import bits
 from inference_node.shared import names
 from orchestrator.errors import ConfigError
+from weight_transfer.exact import bits
 
 Found = dict[str, list[torch.Tensor]]
 

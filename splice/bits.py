@@ -1,6 +1,6 @@
 """`splice check --bits`: runs vLLM, then Megatron, on the same tokens, and compares each operation.
 
-Neither is part of this process. `exact_kernels.bits` has the operations.
+Neither is part of this process. `weight_transfer.exact.bits` has the operations.
 """
 
 from __future__ import annotations

@@ -7,10 +7,8 @@ splice            imports neither torch, Megatron, vLLM nor transformers; of our
 orchestrator      imports neither torch, Megatron, vLLM nor transformers, nor any other package of
                   ours
 weight_transfer   imports torch; of ours only message types and errors
-exact_kernels     imports torch; nothing of ours
 trainer_node      never vLLM;      inference_node  never Megatron;      of ours: weight_transfer,
-                                                                        exact_kernels, message types
-                                                                        and errors
+                                                                        message types and errors
 
 No two modules import each other, not even over a third one, within a function or for a type
 checker. Nor do two folders. Helpers live apart from tests: no module imports a test module.
@@ -30,15 +28,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = (
-    "splice",
-    "orchestrator",
-    "weight_transfer",
-    "exact_kernels",
-    "trainer_node",
-    "inference_node",
-    "benchmarks",
-)
+OURS = ("splice", "orchestrator", "weight_transfer", "trainer_node", "inference_node", "benchmarks")
 HEAVY = (
     "torch",
     "megatron",
@@ -56,9 +46,8 @@ MAY_IMPORT_OF_OURS = {
     "splice": ("splice", "orchestrator", "trainer_node.launcher", "trainer_node.training.registry"),
     "orchestrator": ("orchestrator",),
     "weight_transfer": ("weight_transfer", *SHARED_BY_ALL),
-    "exact_kernels": ("exact_kernels",),
-    "trainer_node": ("trainer_node", "weight_transfer", "exact_kernels", *SHARED_BY_ALL),
-    "inference_node": ("inference_node", "weight_transfer", "exact_kernels", *SHARED_BY_ALL),
+    "trainer_node": ("trainer_node", "weight_transfer", *SHARED_BY_ALL),
+    "inference_node": ("inference_node", "weight_transfer", *SHARED_BY_ALL),
 }
 ALLOWED = {"splice.tinker": ("numpy",)}
 """What a package with its own extra may import all the same."""
@@ -77,7 +66,6 @@ NEVER = {
     "splice": HEAVY,
     "orchestrator": HEAVY,
     "weight_transfer": ("megatron", "vllm", "transformers", "peft"),
-    "exact_kernels": ("megatron", "vllm", "transformers", "peft", "cupy", "triton", "numpy"),
     "trainer_node": ("vllm",),
     "inference_node": ("megatron",),
 }

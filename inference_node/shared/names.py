@@ -23,7 +23,7 @@ WATCHDOG = "SPLICE_WATCHDOG"
 ALLOW_UNVERIFIED = "SPLICE_ALLOW_UNVERIFIED"
 """Environment variable: "1" if quantised weights may be reloaded that cannot be verified."""
 EXACT = "SPLICE_EXACT"
-"""Environment variable: "1" if vLLM computes with `exact_kernels`."""
+"""Environment variable: "1" if vLLM computes with `weight_transfer.exact`."""
 RUN_TOKEN = "SPLICE_RUN_TOKEN"
 """Environment variable: the run's token, which only the node gets."""
 

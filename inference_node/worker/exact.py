@@ -1,4 +1,4 @@
-"""Lets vLLM compute with `exact_kernels`, on a CPU in fp32: `inference.exact`.
+"""Lets vLLM compute with `weight_transfer.exact`, on a CPU in fp32: `inference.exact`.
 
     install()    in each process of vLLM, before it builds a model
 
@@ -8,7 +8,7 @@ output layer, RMSNorm, SwiGLU, rotary embeddings, and attention with its KV cach
 values are kept as they are. A layer of another kind is refused when vLLM builds it. vLLM's sampler
 stays as it is.
 
-Axes: see `exact_kernels.kernels`; B = requests, S = slots of a block of the cache.
+Axes: see `weight_transfer.exact.kernels`; B = requests, S = slots of a block of the cache.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from exact_kernels import kernels
 from orchestrator.errors import ConfigError
+from weight_transfer.exact import kernels
 
 
 def install() -> None:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(900)
 MUTANT = """
 import sys
 from torch.nn import functional
-from exact_kernels import kernels
+from weight_transfer.exact import kernels
 kernels.{name} = {ordinary}
 from trainer_node.tools import bits
 sys.exit(bits.main())

@@ -1,10 +1,10 @@
-"""Lets a built Megatron model compute with `exact_kernels`, on a CPU: `numerics = "exact"`.
+"""Lets a built Megatron model compute with `weight_transfer.exact`, on a CPU: `numerics = "exact"`.
 
 The products of linears, norms, SwiGLU, rotary embeddings and attention get the bits that vLLM has
 with `inference_node.worker.exact`. `trainer_node.training.head` does the same for the output layer
 and the log-softmax. Backward passes are Megatron's own.
 
-Axes: see `exact_kernels.kernels`.
+Axes: see `weight_transfer.exact.kernels`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer import attention
 from torch.nn import functional
 
-from exact_kernels import kernels
 from orchestrator.errors import ConfigError
 from trainer_node.backends.cpu_attention import attend
+from weight_transfer.exact import kernels
 
 _FLAG = "splice_is_exact"
 """Attribute of Megatron's config: rotary embeddings are a function that gets only the config."""

@@ -4,10 +4,8 @@
     python -m trainer_node.tools.bits --model FOLDER --dtype float32 --sampler FILE [--exact]
         [--out report.json]
 
-On the CPU, with one rank and the checkpoint's own weights. See `exact_kernels.bits`. Exit code 1 if
-a log-prob differs.
-
-Axes: N = tokens, A = query heads of a group, G = groups, D = size of a head.
+On the CPU, with one rank and the checkpoint's own weights. See `weight_transfer.exact.bits`. Exit
+code 1 if a log-prob differs.
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from exact_kernels import bits, kernels
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import TrainerConfig
 from trainer_node.tools.check_model import batch_of
+from weight_transfer.exact import bits, kernels
 
 Found = dict[str, torch.Tensor]
 

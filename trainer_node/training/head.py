@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from exact_kernels import kernels
+from weight_transfer.exact import kernels
 
 LOGITS_PER_CHUNK = 2**26
 """Logits that exist at a time, in the forward and the backward pass: 256 MiB in fp32, a few times
@@ -60,7 +60,7 @@ def linear_statistics(
         temperatures_N: None: 1.
         learned_N: index of the positions that the caller differentiates; None: all. The backward
             pass leaves the others out.
-        is_exact: whether log-probs have the bits of `exact_kernels`; only with all rows.
+        is_exact: whether log-probs have the bits of `weight_transfer.exact`; only with all rows.
     """
     num_rows = weight_VH.shape[0]
     head = _Head(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from exact_kernels import bits, kernels
+from weight_transfer.exact import bits, kernels
 
 HEADS, GROUPS, SIZE, LENGTH = 6, 3, 32, 150
 
@@ -109,7 +109,7 @@ def test_gradients_are_those_of_the_ordinary_function() -> None:
 
 _THREADS = """
 import hashlib, sys, torch
-from exact_kernels import kernels
+from weight_transfer.exact import kernels
 torch.set_num_threads(int(sys.argv[1]))
 torch.manual_seed(1)
 x, w = torch.randn(130, 576), torch.randn(960, 576)

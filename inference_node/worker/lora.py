@@ -73,6 +73,7 @@ class Slots:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model, self._manager = model, dialect.lora_manager(model)
+        _unwrap_logits(model)
         wrappers = set(map(id, self._manager.modules.values()))
         self._wrapped: list[tuple[torch.nn.Module, str, Any]] = [
             (parent, name, child)
@@ -164,6 +165,18 @@ class Slots:
                 for region in regions:
                     region.view_in(rest).fill_(False)
                 matrix.masked_fill_(rest, 0)
+
+
+def _unwrap_logits(model: torch.nn.Module) -> None:
+    """Take the output layer's wrapper off for good.
+
+    It fails on requests with prompt log-probs: it counts sampled tokens only (seen on 0.32). An
+    adapter of `lm_head` is refused, so nothing is lost. This can go when vLLM counts all.
+    """
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if type(child).__name__ == "LogitsProcessorWithLoRA":
+                parent._modules[name] = child.base_layer  # type: ignore[union-attr, assignment]
 
 
 def _param(index: int, *, is_a: bool) -> str:

@@ -43,13 +43,18 @@ class Outcome:
 
 
 class LoraEngine(Engine):
-    """Every request names the adapter, as `Entrance` has it."""
+    """Every request names the adapter, as `Entrance` has it, and others run at the same time."""
 
     def logprobs(self) -> tuple[list[int], torch.Tensor]:
         generate = self._llm.generate
         request = LoRARequest(names.ADAPTER_NAME, names.ADAPTER_ID, names.ADAPTER_NAME)
+
+        def with_adapter(prompts: list[Any], *args: Any, **more: Any) -> Any:
+            others = [{"prompt_token_ids": self._prompt[:count]} for count in (7, 30)]
+            return generate([*prompts, *others], *args, **more, lora_request=request)
+
         try:
-            self._llm.generate = lambda *a, **k: generate(*a, **k, lora_request=request)  # type: ignore[method-assign]
+            self._llm.generate = with_adapter  # type: ignore[method-assign]
             return super().logprobs()
         finally:
             self._llm.generate = generate  # type: ignore[method-assign]

@@ -131,6 +131,8 @@ class Published:
     def __init__(self, model: Model, *, most_bytes: int) -> None:
         self._model, self._most_bytes = model, most_bytes
         self._is_cuda = model.device.type == "cuda"
+        is_merged = model.config.rollout_weights == "merged"
+        self._has_deltas = is_merged and not model.trains_all
         self._version: int | None = None
         self._of: Export | None = None
         """The export whose buffers are kept, if they are."""
@@ -144,8 +146,7 @@ class Published:
 
     def _merges(self, export: Export) -> TypeGuard[WireExport]:
         is_own = isinstance(export, WireExport) and not export.gathers
-        is_merged = self._model.config.rollout_weights == "merged" and not self._model.trains_all
-        return is_own and is_merged
+        return is_own and self._has_deltas
 
     def why_not(self, base_version: int, layout: Layout) -> str | None:
         """Why changes against this version cannot be encoded; None if they can."""
@@ -197,7 +198,7 @@ class Published:
             kept_of: the export whose buffers were kept, if they were.
         """
         self.forget()
-        if not self._model.trains_all:
+        if self._has_deltas:
             for trained in self._model.params:
                 param = trained.param
                 if id(param) not in self._olds:

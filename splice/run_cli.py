@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -35,7 +34,7 @@ from splice.client.run_file import (
     read,
     stop_command,
 )
-from splice.cluster import machine, up
+from splice.cluster import machine, slurm, up
 from splice.cluster.doctor import Gpu, list_gpus
 from splice.cluster.elsewhere import Elsewhere, Place
 from splice.cluster.environments import install
@@ -167,9 +166,9 @@ def _gpus_of_job(text: str) -> list[Gpu]:
 
 def _chosen_gpus(text: str | None) -> list[Gpu]:
     found = list(list_gpus())
-    if text is None and not found and shutil.which("sbatch"):
+    if text is None and not found and slurm.answers():
         raise ConfigError(
-            "this host has no GPU but Slurm's sbatch, as a login node does. Name the job's GPUs "
+            "this host has no GPU but reaches Slurm, as a login node does. Name the job's GPUs "
             "and the GB of each, such as --job-gpus 16x80; for this host's CPU, --gpus ''"
         )
     if text is None:

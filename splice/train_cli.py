@@ -250,3 +250,28 @@ def mirror(
     options = {"full-every": full_every, "keep": keep, "device": device}
     code = exporting.mirror(of, store, key, options, poll_s=None if once else poll_s)
     raise typer.Exit(code)
+
+
+@app.command()
+def replay(
+    run: Annotated[
+        Path, typer.Argument(help="A run.toml, the folder that holds one, or the folder of a run.")
+    ],
+    first: Annotated[int, typer.Option("--from", min=0, help="Version to begin from.")],
+    last: Annotated[int, typer.Option("--to", min=1, help="Last version to make again.")],
+) -> None:
+    """Train a stopped run's versions again, and compare each with the one on disk, bit for bit.
+
+    Exit code 1: a version differs.
+    """
+    from splice.train import export as exporting
+    from splice.train import replaying
+
+    differ = 0
+    for made in replaying.replay(exporting.run_of(run), first, last):
+        how = "equal, bit for bit"
+        if made.elements:
+            differ += 1
+            how = f"{made.elements} elements differ, by at most {made.largest:.3g}"
+        typer.echo(f"@{made.version}: {how} ({made.seconds:.1f} s)")
+    raise typer.Exit(int(differ > 0))

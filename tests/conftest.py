@@ -104,6 +104,7 @@ WHOLE = (
     "tests/rl/test_examples.py::test_the_notebook",
 )
 COVERING = (
+    "*test_every_mutant_applies",
     "*test_parity.py*dense_tied-tp2-lora-rl*",
     "*test_parity.py*dense_tied-pp2-lora-sft*",
     "*test_parity.py*dense_tied-dp2-full-rl*",

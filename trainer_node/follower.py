@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -23,8 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from safetensors import safe_open
 
 from orchestrator.errors import (
     ConfigError,
@@ -89,19 +88,16 @@ class Weights:
 
     def __init__(self, version: Version) -> None:
         self.version = version
-        self._bytes: dict[str, Any] = {}
+        self._files: dict[str, Any] = {}
         specs = []
         for path in sorted(version.folder.glob("*.safetensors")):
-            file_B = np.memmap(path, np.uint8, mode="c")
-            size = int(file_B[:8].view("<u8")[0])
-            header: dict[str, Any] = json.loads(file_B[8 : 8 + size].tobytes())
-            header.pop("__metadata__", None)
-            for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-                if entry["dtype"] not in _DTYPES:
-                    raise ConfigError(f"{path}: {name} is {entry['dtype']}, which is not sent")
-                begin, end = (8 + size + offset for offset in entry["data_offsets"])
-                self._bytes[name] = file_B[begin:end]
-                dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+            file: Any = safe_open(path, "pt")
+            for name in file.offset_keys():
+                found = file.get_slice(name)
+                if (dtype := _DTYPES.get(found.get_dtype())) is None:
+                    raise ConfigError(f"{path}: {name} is {found.get_dtype()}, which is not sent")
+                self._files[name] = file
+                shape = tuple(found.get_shape())
                 specs.append(TensorSpec(name=name, dtype=dtype, shape=shape))  # type: ignore[arg-type]
         if not specs:
             raise ConfigError(f"{version.folder} has no tensors")
@@ -110,7 +106,8 @@ class Weights:
     def copy(self, specs: Sequence[TensorSpec], out_B: torch.Tensor) -> None:
         """Write a chunk: the tensors end to end."""
         for spec, offset in zip(specs, chunk_offsets(specs), strict=True):
-            out_B[offset : offset + spec.nbytes].copy_(torch.from_numpy(self._bytes[spec.name]))
+            tensor = self._files[spec.name].get_tensor(spec.name)
+            out_B[offset : offset + spec.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
 
 
 class Follower:

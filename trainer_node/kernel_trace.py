@@ -33,5 +33,5 @@ def recorded(path: Path | None) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         found.export_chrome_trace(str(path))
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the profiler's own
         log.warning("cannot write the trace %s: %s", path, error)

@@ -81,6 +81,18 @@ def submit(path: Path) -> str:
     return done.stdout.strip()
 
 
+def answers() -> bool:
+    """Whether this host can reach a cluster, as a login node can: a machine may have Slurm's
+    programs for another reason."""
+    try:
+        asked = subprocess.run(
+            ["sinfo", "--noheader"], capture_output=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return asked.returncode == 0
+
+
 def script(
     run: RunFile,
     *,

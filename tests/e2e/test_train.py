@@ -57,7 +57,8 @@ def test_one_command_from_a_file_to_an_adapter(models, tmp_path):
     options = ["--model", models["qwen3"], "--name", "tiny", "--gpus", ""]
     splice("init", folder, *options, "--inference-python", INFERENCE_PYTHON)
     file = folder / "run.toml"
-    file.write_text(file.read_text() + TRAINING)
+    keeps_all = re.sub(r"keep_versions = \d+", "keep_versions = 0", file.read_text())
+    file.write_text(keeps_all + TRAINING)
     rows = [{"question": f"{i} + 1"} for i in range(6)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
@@ -101,6 +102,11 @@ def test_one_command_from_a_file_to_an_adapter(models, tmp_path):
     assert (tmp_path / "best" / kept.name).read_bytes() == kept.read_bytes()
     assert "choose a new folder" in splice("export", folder, "--hf", by_itself, code=2)
     assert "on disk are" in splice("export", folder, "--hf", "x", "--version", 7, code=2)
+    made = splice("replay", folder, "--from", 1, "--to", 4).splitlines()
+    assert [line.partition(" (")[0] for line in made] == [
+        f"@{version}: equal, bit for bit" for version in (2, 3, 4)
+    ]
+    assert "is no whole version" in splice("replay", folder, "--from", 1, "--to", 5, code=2)
 
 
 GAE = """

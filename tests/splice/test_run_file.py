@@ -293,16 +293,18 @@ def test_init_writes_nothing_that_it_refuses(tmp_path):
 
 
 def test_init_on_a_login_node_asks_for_the_jobs_gpus(tmp_path, monkeypatch):
-    """A host with `sbatch` and no GPU: the file is not one for its CPU, unless it is asked for."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\n")
-    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    """A host that reaches Slurm, without a GPU: the file is not one for its CPU, unless it is asked
+    for. A host that has Slurm's programs and no cluster is an ordinary one."""
+    for folder, code in (("bin", 0), ("no_cluster", 1)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "sinfo").write_text(f"#!/bin/sh\nexit {code}\n")
+        (tmp_path / folder / "sinfo").chmod(0o755)
     model = tmp_path / "model"
     model.mkdir()
     config = {"vocab_size": 8, "num_attention_heads": 8, "max_position_embeddings": 4096}
     (model / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(run_cli, "list_gpus", lambda: ())
-    monkeypatch.setenv("PATH", str(tmp_path / "empty"))  # this host may have Slurm
+    monkeypatch.setenv("PATH", str(tmp_path / "no_cluster"))
     argv = ["init", str(tmp_path / "a"), "--model", str(model)]
     argv += ["--inference-python", sys.executable]
 

@@ -95,8 +95,7 @@ def plan(model: Model, lora: LoraConfig, *, seed: int) -> Planned:
         device=model.device,
     )
     params = adapters.params()
-    num_parameters = count(params, model.device)
-    if num_parameters == 0:
+    if count(params, model.device) == 0:
         raise ConfigError(f"no linear of the model is among the lora targets {lora.targets}")
     why = experts_obstacle(model.config, provider, model.device, module, adapters)
     if model.experts and why is not None:
@@ -105,7 +104,9 @@ def plan(model: Model, lora: LoraConfig, *, seed: int) -> Planned:
             "start the trainer with it (trainer.lora)"
         )
     params += (p for p in model.params if p.is_value)
-    return Planned(lora=lora, adapters=adapters, params=params, num_parameters=num_parameters)
+    return Planned(
+        lora=lora, adapters=adapters, params=params, num_parameters=count(params, model.device)
+    )
 
 
 def adapt(model: Model, planned: Planned) -> None:

@@ -79,6 +79,15 @@ def _make_again(trainer: Trainer, folder: Path, lost: Lost) -> None:
         CheckpointError, StepFailed: on every rank, if it cannot.
     """
     loading.load(trainer, lost.base, only_save=lost.base_save)
+    make_step(trainer, folder)
+
+
+def make_step(trainer: Trainer, folder: Path) -> None:
+    """Take the step that made the checkpoint, from its base's state. A collective.
+
+    Raises:
+        StepFailed: on every rank, if it cannot.
+    """
 
     def as_error(failures: Sequence[Failure], _: Exception | None) -> StepFailed:
         return StepFailed(f"rank {failures[0].rank} {failures[0]}")
@@ -94,9 +103,7 @@ def _make_again(trainer: Trainer, folder: Path, lost: Lost) -> None:
 
 def _compared(trainer: Trainer, folder: Path, lost: Lost) -> tuple[Loaded, str]:
     """Put the durable weights in the place of the repeated step's, and write the moments."""
-    made = [master.detach().to("cpu", copy=True) for _, master in trainer.optimizer.masters]
-    loaded = loading.load(trainer, folder, with_moments=False)
-    found = _difference(trainer, made)
+    loaded, found = take_durable(trainer, folder)
     begin = (
         f"The optimizer's moments of {folder} were lost with the trainer. Step {lost.steps} was "
         f"made again from {lost.base}"
@@ -113,6 +120,18 @@ def _compared(trainer: Trainer, folder: Path, lost: Lost) -> tuple[Loaded, str]:
     except CheckpointError as error:
         note = f"{note} They could not be written ({error})."
     return loaded, note
+
+
+def take_durable(trainer: Trainer, folder: Path) -> tuple[Loaded, Difference]:
+    """Put the checkpoint's weights in the place of the trainer's, which keeps its moments, and say
+    how they differed. A collective.
+
+    Raises:
+        CheckpointError: as `loading.load`.
+    """
+    made = [master.detach().to("cpu", copy=True) for _, master in trainer.optimizer.masters]
+    loaded = loading.load(trainer, folder, with_moments=False)
+    return loaded, _difference(trainer, made)
 
 
 def _difference(trainer: Trainer, made: Sequence[torch.Tensor]) -> Difference:

@@ -43,6 +43,7 @@ from trainer_node.jobs import Jobs
 from trainer_node.ranks.lockstep import Lockstep
 from trainer_node.request import Request
 from trainer_node.state import checkpoint, contents, loading, remake
+from trainer_node.tools.replay import replay
 from trainer_node.training import steps
 from trainer_node.training.trainer import Trainer
 
@@ -567,10 +568,40 @@ def check_kl_reference_is_gone(bench: Bench, known: list[list[Any]]) -> None:
     shutil.rmtree(bench.out / "kl")
 
 
+def check_replayed(bench: Bench, known: list[list[Any]]) -> None:
+    """A run's versions come out again; another step is found in its own version only."""
+    bench.load(2)
+    bench.train(3)
+    assert bench.settled()
+    folders = [bench.out / str(version) for version in range(4)]
+    bench.restart()
+    made = list(replay(bench.trainer, folders))
+    assert [(m["version"], m["elements"]) for m in made] == [(1, 0), (2, 0), (3, 0)]
+    assert same(bench.state(), known[3]), "with its moments"
+
+    rates = iter([2e-2])
+
+    def once_other(trainer: Trainer, batch: Any, message: Any, **rest: Any) -> Any:
+        optim = message.optim
+        optim = optim.model_copy(update={"lr": next(rates, optim.lr)})
+        return TRAIN(trainer, batch, message.model_copy(update={"optim": optim}), **rest)
+
+    bench.restart()
+    with replaced(steps, "train", once_other):
+        first, *rest = replay(bench.trainer, folders)
+    assert int(str(first["elements"])) > 0 and float(str(first["largest"])) > 0
+    assert [m["elements"] for m in rest] == [0, 0], "each step is judged by itself"
+    assert same(bench.state(), known[3])
+    dist.barrier()
+    shutil.rmtree(folders[3]) if dist.get_rank() == 0 else None
+    dist.barrier()
+
+
 CHECKS: dict[str, tuple[Callable[[Bench, list[list[Any]]], None], ...]] = {
     "crashes": (check_crashes,),
     "again": (check_crashes_while_remade,),
     "lost": (check_lost_moments, check_no_base),
+    "replayed": (check_replayed,),
     "full_disk": (check_full_disk,),
     "stays_full": (check_a_disk_that_stays_full,),
     "mixtures": (check_mixtures,),

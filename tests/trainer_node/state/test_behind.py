@@ -24,7 +24,18 @@ from trainer_node.request import Outcome
 
 
 @pytest.mark.parametrize(
-    "what", ["crashes", "again", "lost", "full_disk", "stays_full", "mixtures", "waits", "no_base"]
+    "what",
+    [
+        "crashes",
+        "again",
+        "lost",
+        "replayed",
+        "full_disk",
+        "stays_full",
+        "mixtures",
+        "waits",
+        "no_base",
+    ],
 )
 def test_one_rank(what: str, models, torchrun, tmp_path: Path) -> None:
     # The files' order and renames, which a crash interrupts, are the same in every model.
@@ -32,7 +43,7 @@ def test_one_rank(what: str, models, torchrun, tmp_path: Path) -> None:
     torchrun(1, "state.behind", tmp_path, models[name], 1, 1, 1, what)
 
 
-@pytest.mark.parametrize("what", ["lost", "full_disk"])
+@pytest.mark.parametrize("what", ["lost", "replayed", "full_disk"])
 @pytest.mark.parametrize(("ranks", "expert"), [(2, 1), (2, 2)], ids=["dp2", "ep2"])
 def test_two_ranks(what: str, ranks: int, expert: int, models, torchrun, tmp_path: Path) -> None:
     torchrun(ranks, "state.behind", tmp_path, models["moe"], 1, 1, expert, what)
@@ -45,7 +56,9 @@ def test_all_parameters(what: str, models, torchrun, tmp_path: Path) -> None:
 
 def test_a_value_head(models, torchrun, tmp_path: Path) -> None:
     """Its weights are durable with the adapters', and its step is made again."""
-    torchrun(2, "state.behind", tmp_path, models["dense_tied"], 2, 1, 1, "lost", "valued")
+    torchrun(
+        2, "state.behind", tmp_path, models["dense_tied"], 2, 1, 1, "replayed", "lost", "valued"
+    )
 
 
 def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

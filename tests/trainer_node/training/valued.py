@@ -155,6 +155,9 @@ def check_adapters(trainer: Trainer, batch: Batch, out: Path) -> None:
     head = head_of(trainer)
     trainer.load_adapter(out / "adapter")
     assert torch.equal(head, head_of(trainer))
+    before = trainer.model.num_parameters
+    trainer.use_adapter(trainer.plan_adapter(trainer.model.config.lora))
+    assert trainer.model.num_parameters == before, "the head counts"
     trainer.use_adapter(trainer.plan_adapter(LoraConfig(rank=2, alpha=3, targets=("q_proj",))))
     assert torch.equal(head, head_of(trainer))
     trainer.train_step(batch, LOSS.model_copy(update={"kl": KlSpec()}), OPTIM)

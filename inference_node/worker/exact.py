@@ -3,7 +3,7 @@
     install()    in each process of vLLM, before it builds a model
 
 vLLM's own kernels for the CPU (oneDNN products, paged attention) give a token other bits with
-another batch. These methods of vLLM 0.28 to 0.33 are replaced: the products of linears and of the
+another batch. These methods of vLLM 0.32 are replaced: the products of linears and of the
 output layer, RMSNorm, SwiGLU, rotary embeddings, and attention with its KV cache, whose keys and
 values are kept as they are. A layer of another kind is refused when vLLM builds it. vLLM's sampler
 stays as it is.

@@ -13,6 +13,7 @@ from orchestrator.protocol.messages import LossSpec
 from tests.trainer_node.conftest import Ranks
 from tests.trainer_node.data import make_batch
 from trainer_node.training import bits
+from trainer_node.training.losses import bind_loss
 
 
 @pytest.mark.parametrize("model", ["dense_untied", "dense_tied"])
@@ -74,5 +75,7 @@ def test_nothing_is_compared_without_a_version_or_after_a_step() -> None:
         (bits.Sent(is_exact=False, version=4), 0, "grpo", False),
         (bits.Sent(is_exact=True, version=4), 0, "cross_entropy", False),
     ):
-        sent.compare(batch, LossSpec(name=loss), logprobs_T, steps=steps)
+        spec = LossSpec(name=loss)
+        bind_loss(spec)  # registers the built-in ones
+        sent.compare(batch, spec, logprobs_T, steps=steps)
         assert (sent.compared is not None) == does

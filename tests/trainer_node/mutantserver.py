@@ -21,7 +21,7 @@ import time
 from typing import Any
 
 WORKERS = 2
-OURS = ("splice", "orchestrator", "weight_transfer", "exact_kernels", "trainer_node", "tests")
+OURS = ("splice", "orchestrator", "weight_transfer", "trainer_node", "tests")
 
 
 def preload() -> None:

@@ -87,13 +87,8 @@ def replay(run: RunFile, first: int, last: int) -> Iterator[Made]:
         words = ["--config", file.name, "--versions", versions, "--numbers", *numbers]
         argv = ["trainer_node.tools.replay", *map(str, words)]
         if ranks > 1:
-            argv = [
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc-per-node={ranks}",
-                "-m",
-                *argv,
-            ]
+            launch = ("--standalone", f"--nproc-per-node={ranks}", "--module")
+            argv = ["torch.distributed.run", *launch, *argv]
         env = python_environment(os.environ)
         if run.trainer.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, run.trainer.gpus))

@@ -177,10 +177,12 @@ def test_a_script_that_starts_its_loop_when_it_is_imported_starts_no_second_one(
 def test_nothing_outlives_a_loop_that_is_killed(tmp_path):
     argv = script(tmp_path, guard='if __name__ == "__main__":', seconds=1000)
     with subprocess.Popen(argv) as loop:
-        started = psutil.Process(loop.pid)
-        assert soon(lambda: len(started.children()) >= 3)  # and the resource tracker
-        family = started.children(recursive=True)
-        time.sleep(1.0)
-        loop.kill()
+        try:
+            started = psutil.Process(loop.pid)
+            assert soon(lambda: len(started.children()) >= 3, 60)  # and the resource tracker
+            family = started.children(recursive=True)
+            time.sleep(1.0)
+        finally:
+            loop.kill()
     _, alive = psutil.wait_procs(family, timeout=10)
     assert alive == []

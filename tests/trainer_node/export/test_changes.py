@@ -18,10 +18,11 @@ def test_every_rank_notes_that_changed_elements_were_sent() -> None:
     from trainer_node.publication import Publication  # loads Megatron
 
     publication = Publication.__new__(Publication)
-    publication._trainer = SimpleNamespace(steps_since_sent=3)
+    publication._trainer = SimpleNamespace(steps_since_sent=3, sent=SimpleNamespace(version=0))
     publication._lockstep = SimpleNamespace(agree=nullcontext)
     chunks = SimpleNamespace(steps=None, export=None)
     publication._transfer = SimpleNamespace(choose=lambda changed_only: chunks)
     request = SimpleNamespace(link=None, message=SendWeights(deadline_s=1, version=1))
     publication._send_changes(request, None)
     assert publication._trainer.steps_since_sent == 0
+    assert publication._trainer.sent.version == 1

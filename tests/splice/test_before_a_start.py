@@ -124,7 +124,7 @@ def test_a_hub_id_for_a_comparison_of_bits(
     pythons = {"trainer_python": Path(sys.executable), "inference_python": INFERENCE_PYTHON}
     for named in ("Qwen/Tiny", str(file), str(tmp_path)):
         assert Sides.of(named, is_exact=False, dtype=None, **pythons).model == snapshot
-    with pytest.raises(ConfigError, match="neither a config.json nor a run.toml"):
+    with pytest.raises(ConfigError, match=r"neither a config\.json nor a run\.toml"):
         Sides.of(str(tmp_path / "hub"), is_exact=False, dtype=None, **pythons)
 
 

@@ -14,7 +14,9 @@ from typing import Any
 
 from orchestrator.errors import ConfigError
 from orchestrator.processes.python import python_command, python_environment
+from orchestrator.protocol.hub import is_hub_id
 from splice.client import run_file
+from splice.cluster.machine import local_model, with_local_models
 
 TIMEOUT_S = 3600.0
 """Longest run of either side. Exact kernels take minutes for a hundred million parameters."""
@@ -32,23 +34,25 @@ class Sides:
 
     @staticmethod
     def of(model: str, *, is_exact: bool, dtype: str | None, **pythons: Path) -> Sides:
-        """Of a checkpoint, or of a run.toml or a run's folder, which have all of it.
+        """Of a checkpoint or a Hub id, or of a run.toml or a run's folder, which have all of it.
 
         Raises:
-            ConfigError: neither is there.
+            ConfigError: neither is there, or a Hub id cannot be downloaded.
         """
         path = Path(model)
         folder_files = (path / run_file.FILE_NAME, path / run_file.RUN_JSON)
         file = next((f for f in folder_files if f.is_file()), path)
         if file.suffix in (".toml", ".json"):
-            run = run_file.load(file)
+            run = with_local_models(run_file.load(file))
             return Sides(
-                model=Path(run.trainer.model),
+                model=run.trainer.model,
                 dtype=dtype or run.trainer.dtype,
                 is_exact=is_exact or run.trainer.numerics == "exact",
                 trainer_python=run.trainer.python,
                 inference_python=run.inference.python,
             )
+        if is_hub_id(path):
+            path = local_model(path, python=pythons["trainer_python"])
         if not (path / "config.json").is_file():
             raise ConfigError(
                 f"{model} has neither a config.json nor a run.toml; name a checkpoint's folder, or "

@@ -17,15 +17,23 @@ class Content:
 
     Args:
         manifest: all tensors of the model.
+        before: of another manifest, as that of another adapter. What both have keeps its digest,
+            because a partial update does not bring it.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, before: Content | None = None) -> None:
         self.manifest = manifest
         names = [f"{t.name} {t.dtype} {t.shape}" for t in manifest.tensors]
         self._by_name = sorted(range(len(names)), key=names.__getitem__)
         self._place = {index: place for place, index in enumerate(self._by_name)}
-        self._names = hashlib.sha256("\n".join(sorted(names)).encode()).digest()
-        self._digests_N = array.array("q", bytes(8 * len(names)))
+        self._sorted_N = sorted(names)
+        self._names = hashlib.sha256("\n".join(self._sorted_N).encode()).digest()
+        known = dict[str, int]()
+        if before is not None:
+            known.update(zip(before._sorted_N, before._digests_N, strict=True))
+        self._digests_N: array.array[int] = array.array(
+            "q", (known.get(name, 0) for name in self._sorted_N)
+        )
 
     def take(self, sent: bytes, indices: Sequence[int] | None) -> str:
         """Note the int64 digests of these tensors of the manifest; None: of all.

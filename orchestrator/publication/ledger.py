@@ -128,7 +128,7 @@ class Ledger:
     def expect(self, manifest: Manifest) -> None:
         """Prepare for an update of this manifest, possibly on top of what was sent before."""
         if self._content is None or self._content.manifest != manifest:
-            self._content = Content(manifest)
+            self._content = Content(manifest, self._content)
         self._content.manifest = manifest
 
     def take_digests(self, version: int, sent: bytes, indices: Sequence[int] | None) -> None:

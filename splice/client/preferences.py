@@ -113,6 +113,12 @@ def kl_of(
     Raises:
         ConfigError: there is another number of log-probs than tokens.
     """
+    for number, answer in enumerate(answers):
+        if len(answer.logprobs) != len(answer.answer_ids):
+            raise ConfigError(
+                f"answer {number} has {len(answer.answer_ids)} tokens and {len(answer.logprobs)} "
+                "log-probs; the KL needs the sampler's log-prob of each token"
+            )
     kept = [answer for answer in answers if answer.answer_ids]
     tokens = sum(len(answer.prompt_ids) + len(answer.answer_ids) for answer in kept)
     if len(reference) != tokens:

@@ -15,12 +15,20 @@ from pydantic import ValidationError
 
 from orchestrator.config import OrchestratorConfig
 from orchestrator.errors import ConfigError, JobFailed
-from orchestrator.protocol.messages import ErrorCode, InitialSync, OptimStep, Resync
+from orchestrator.protocol.messages import (
+    ErrorCode,
+    InitialSync,
+    Manifest,
+    OptimStep,
+    Resync,
+    TensorSpec,
+)
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.publication import Publication
 from orchestrator.storage.journal import Journal
 from orchestrator.storage.run_folder import RunFolder
-from tests.orchestrator.fake_nodes import FakeTrainer, digests, soon
+from tests.orchestrator import changing
+from tests.orchestrator.fake_nodes import MANIFEST, FakeTrainer, digests, soon
 from tests.orchestrator.run import BUFFERS, JOB, TOKEN, Run
 from tests.orchestrator.serving import endpoint_in, start_serve
 
@@ -189,6 +197,20 @@ def test_a_first_version_that_nobody_was_served_may_be_made_anew(tmp_path):
         trainer.weights = [11, 21, 31]  # another adapter was loaded
         assert run.client.run(InitialSync(), timeout_s=30).version == 0
         assert replica.served == [(0, [11, 21, 31])]
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_a_part_for_a_new_adapter_leaves_the_rest_of_the_content_as_it_was(run, rank):
+    """Other tensors of the manifest change, in shape or only by training. What did not travel is
+    part of the version, so the same version may be sent whole."""
+    trainer, (replica,) = changing.start(run)
+    trainer.weights = [10, 21, 31]
+    run.client.new_adapter(rank=rank)
+    adapter = (TensorSpec(name=f"w{i}", dtype="float32", shape=(4, rank)) for i in (1, 2))
+    trainer.manifest = Manifest(tensors=(MANIFEST.tensors[0], *adapter), changed=(1, 2))
+    assert run.client.publish().sent == "changed"
+    assert run.client.run(Resync(), timeout_s=30).sent == "full"
+    assert replica.served[-1] == (1, [10, 21, 31])
 
 
 def test_a_replica_that_joins_late_gets_no_other_content(run):

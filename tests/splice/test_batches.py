@@ -48,8 +48,10 @@ def test_a_batch_says_which_version_made_a_token_if_all_answers_do():
     found = array.array("i", batch.buffers[-1]).tolist()
     assert found == [0, 0, 0, 0, -2, 0, 0, 0, 3, 3]
     given = Completion(**WANTED)
-    batch = grpo_batch([[(known, 1.0), (given, 0.0)]])
-    assert "versions" not in [spec.name for spec in batch.specs]
+    cut, long = (Completion(**WANTED, made_by=v) for v in ((3,), (3, 3, 3)))  # by a user's replace
+    for pair in ((known, given), (cut, long)):
+        batch = grpo_batch([[(answer, float(i)) for i, answer in enumerate(pair)]])
+        assert "versions" not in [spec.name for spec in batch.specs]
 
 
 @pytest.mark.parametrize("lacks", ["token_ids", "prompt_token_ids", "logprobs"])

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.errors import ConfigError
+from splice.bits import Sides
 from splice.cli import app
 from splice.client.run_file import load
 from splice.cluster import machine, up
@@ -110,6 +111,21 @@ def test_a_hub_id_wherever_a_model_is_named(
     with pytest.raises(ConfigError, match=r"has no b\.safetensors; download it again"):
         up.start(run, resume=False)
     assert not run.run_dir.exists()
+
+
+def test_a_hub_id_for_a_comparison_of_bits(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = make_cache(models["qwen3"], tmp_path / "hub", repo="models--Qwen--Tiny")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    file = tmp_path / "run.toml"
+    file.write_text(FILE.format(model="Qwen/Tiny", python=INFERENCE_PYTHON))
+    pythons = {"trainer_python": Path(sys.executable), "inference_python": INFERENCE_PYTHON}
+    for named in ("Qwen/Tiny", str(file), str(tmp_path)):
+        assert Sides.of(named, is_exact=False, dtype=None, **pythons).model == snapshot
+    with pytest.raises(ConfigError, match=r"neither a config\.json nor a run\.toml"):
+        Sides.of(str(tmp_path / "hub"), is_exact=False, dtype=None, **pythons)
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/**/run*.toml")), ids=str)

@@ -221,6 +221,9 @@ def test_the_kl_of_answers(estimator):
     assert kl_of(answers, list(reference), estimator=estimator) == pytest.approx(wanted, rel=1e-12)
     with pytest.raises(ConfigError, match="8 tokens, and there are 7 log-probs of the reference"):
         kl_of(answers, list(reference[1:]))
+    answers[2] = completion(1, [4, 5], logprobs=())
+    with pytest.raises(ConfigError, match="answer 2 has 2 tokens and 0 log-probs"):
+        kl_of(answers, list(reference))
 
 
 @pytest.mark.parametrize("penalty", [0.3, -0.3])

@@ -11,6 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from orchestrator.errors import JobFailed
 from orchestrator.protocol.messages import (
     InitialSync,
     LossSpec,
@@ -130,3 +131,30 @@ def test_a_trainer_that_dies_and_a_run_that_is_resumed(
         assert train(cluster).sent == "changed"
         served = scored(cluster.base_urls[0], "tiny@2")
         assert difference(served, expected(models["qwen3"], versions / "2")) < TAU
+
+
+def test_another_adapter_takes_the_room_of_the_first(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """With fewer linears and ranks, and as a part. The version is then sent whole. One that needs
+    more room is refused, and what is served stays."""
+    run = run_file(tmp_path, models["qwen3"])
+    with Cluster(run) as cluster:
+        client, url = cluster.client, cluster.base_urls[0]
+        client.run(InitialSync(), timeout_s=300.0)
+        base = scored(url, "tiny@0")
+        assert difference(base, scored(url, "tiny@0")) == 0 and train(cluster).sent == "changed"
+        assert difference(base, scored(url, "tiny@1")) > 10 * TAU
+        client.new_adapter(rank=4, targets=["q_proj"], timeout_s=300.0)
+        assert client.publish(timeout_s=300.0).sent == "changed"
+        assert difference(base, scored(url, "tiny@2")) < TAU  # its B is 0
+        train(cluster)
+        served = scored(url, "tiny@3")
+        folder = run.run_dir / "versions" / "3"
+        assert difference(served, expected(models["qwen3"], folder)) < TAU
+        assert client.run(Resync(), timeout_s=300.0).sent == "full"
+        assert scored(url, "tiny@3") == served
+        client.new_adapter(rank=16, timeout_s=300.0)
+        with pytest.raises(JobFailed, match="its rank is 16, and vLLM has room for 8"):
+            client.publish(timeout_s=300.0)
+        assert scored(url, "tiny@3") == served

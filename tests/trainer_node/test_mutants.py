@@ -710,7 +710,7 @@ MUTANTS = [
            "if batch.old_logprobs_T is None else batch.old_logprobs_T", "if True else batch.old_logprobs_T"),
     Mutant("the KL is in the reward and in the loss", f"{LOSSES}::TestByHand::test_a_kl_in_the_reward_is_only_measured",
            "trainer_node/training/losses.py", "total_loss",
-           "0.0 if spec.kl.in_reward else spec.kl.coefficient", "spec.kl.coefficient"),
+           "and not spec.kl.in_reward:", "and True:"),
     Mutant("a value counts as the nearer one", f"{GAE}::test_the_value_loss_by_hand",
            "trainer_node/training/losses.py", "value_loss",
            "torch.maximum(error_N, clipped_N)", "torch.minimum(error_N, clipped_N)"),

@@ -371,7 +371,8 @@ def total_loss(
     if spec.kl is not None:
         assert reference_logprobs_N is not None
         kl = kl_to_reference(log_probs_N, reference_logprobs_N, estimator=spec.kl.estimator).sum()
-        total = total + (0.0 if spec.kl.in_reward else spec.kl.coefficient) * kl
+        if spec.kl.coefficient and not spec.kl.in_reward:  # 0 times an infinite k3 is NaN
+            total = total + spec.kl.coefficient * kl
     if spec.entropy_bonus != 0.0:
         total = total - spec.entropy_bonus * entropy
     of_values = values_clipped = log_probs_N.new_zeros(())

@@ -207,6 +207,16 @@ class TestByHand:
         assert terms.total.item() == pytest.approx(7.5 + 0.3 - 6.0)
         assert terms.logprob_gap_max.item() == pytest.approx(math.log(8))
 
+    def test_a_measured_kl_that_is_infinite_leaves_the_loss(self) -> None:
+        given = inputs()
+        terms = total_loss(
+            given,
+            LossSpec(name="importance_sampling", kl=KlSpec(coefficient=0, estimator="k3")),
+            entropy_N=torch.zeros(6),
+            reference_logprobs_N=given.log_probs_N + 1000,
+        )
+        assert terms.kl.isinf() and terms.total.item() == pytest.approx(7.5)
+
     def test_a_kl_in_the_reward_is_only_measured(self) -> None:
         kl = KlSpec(estimator="k2", in_reward=True)
         spec = LossSpec(name="importance_sampling", kl=kl, value=ValueSpec())

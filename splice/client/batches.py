@@ -241,6 +241,7 @@ def batch_of(
         raise ConfigError("no answer has a token; a batch needs at least one")
     tokens, lengths, versions = array.array("i"), array.array("i"), array.array("i")
     mask, advantages, logprobs, temperatures = (array.array("f") for _ in range(4))
+    spans = any(len(set(completion.made_by)) > 1 for completion, _ in rows)
     for completion, advantage in rows:
         prompt, answer = len(completion.prompt_ids), len(completion.answer_ids)
         sampled = [float(s) for s in completion.sampled] or [1.0] * answer
@@ -255,7 +256,8 @@ def batch_of(
         advantages.extend(a * s for a, s in zip(each, sampled, strict=True))
         logprobs.extend((*([0.0] * prompt), *(completion.logprobs or [0.0] * answer)))
         temperatures.append(completion.temperature)
-        versions.extend((*([0] * prompt), *completion.made_by))
+        made_by = completion.made_by
+        versions.extend((*([0] * prompt), *made_by) if spans else made_by[:1] or (0,))
     experts, routing = _routed_experts([completion for completion, _ in rows])
     # Given answers have none, and those that a user cut have another number.
     is_known = all(len(c.made_by) == len(c.answer_ids) for c, _ in rows)
@@ -269,6 +271,7 @@ def batch_of(
             *(["versions"] if is_known else []),
         ],
         routing=routing,
+        by_token=["versions"] if spans else [],
     )
     buffers: list[array.array[Any]] = [
         tokens,

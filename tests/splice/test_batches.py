@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+from dataclasses import replace
 
 import pytest
 
@@ -47,6 +48,9 @@ def test_a_batch_says_which_version_made_a_token_if_all_answers_do():
     assert batch.specs[-1].name == "versions"
     found = array.array("i", batch.buffers[-1]).tolist()
     assert found == [0, 0, 0, 0, -2, 0, 0, 0, 3, 3]
+    batch = grpo_batch([[(other, 1.0), (replace(other, made_by=(4, 4)), 0.0)]])
+    assert (batch.specs[-1].name, batch.specs[-1].shape) == ("versions", (2,)), "one for each"
+    assert array.array("i", batch.buffers[-1]).tolist() == [3, 4]
     given = Completion(**WANTED)
     cut, long = (Completion(**WANTED, made_by=v) for v in ((3,), (3, 3, 3)))  # by a user's replace
     for pair in ((known, given), (cut, long)):

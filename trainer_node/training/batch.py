@@ -238,7 +238,7 @@ def _check_sequences(
     arrays: dict[str, np.ndarray], *, vocab_size: int, max_length: int
 ) -> np.ndarray:
     """Refuse lengths, token ids and temperatures that do not fit; returns each sequence's first
-    row, [S]. One temperature for each sequence becomes one for each token."""
+    row, [S]. One temperature or version for each sequence becomes one for each token."""
     lengths, tokens = arrays["sequence_lengths"], arrays["tokens"]
     if len(lengths) == 0 or len(tokens) == 0:
         raise BatchError(
@@ -253,15 +253,17 @@ def _check_sequences(
             f"sequence {i}: sequence_lengths is {lengths[i]}, longer than the model's {max_length}"
         )
     total = int(lengths.sum(dtype=np.int64))
+    either = (len(lengths), total)
+    sizes = {"sequence_lengths": either[:1], "temperatures": either, "versions": either}
     for name in arrays:
-        sizes = {"sequence_lengths": (len(lengths),), "temperatures": (len(lengths), total)}.get(
-            name, (total,)
-        )
-        if len(arrays[name]) not in sizes:
+        if len(arrays[name]) not in sizes.get(name, (total,)):
             raise BatchError(
                 f"sequence {len(lengths) - 1}: {name} has {len(arrays[name])} elements but "
                 f"sequence_lengths sum to {total}"
             )
+    for name in ("temperatures", "versions"):
+        if name in arrays and len(arrays[name]) == len(lengths):
+            arrays[name] = np.repeat(arrays[name], lengths)
     if "temperatures" in arrays:
         _check_temperatures(arrays)
     _refuse(
@@ -275,10 +277,8 @@ def _check_sequences(
 
 
 def _check_temperatures(arrays: dict[str, np.ndarray]) -> None:
-    """Refuse temperatures that nothing is sampled at; [S] becomes [T]."""
-    lengths, given = arrays["sequence_lengths"], arrays["temperatures"]
-    if len(given) == len(lengths):
-        arrays["temperatures"] = given = np.repeat(given, lengths)
+    """Refuse temperatures that nothing is sampled at."""
+    given = arrays["temperatures"]
     _refuse(arrays, ~np.isfinite(given), "temperatures", "is not finite")
     why = f"is below {MIN_TEMPERATURE}, the lowest temperature that vLLM samples at"
     greedy = (

@@ -5,7 +5,7 @@ Shapes: S = sequences, T = tokens of all sequences, laid end to end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -247,8 +247,9 @@ temperatures: [T] or [S], the divisor of the sampler's logits. The trainer then 
     log-probs and entropies, also a reference model's, from softmax(logits / temperature). Each must
     be finite and at least MIN_TEMPERATURE, also where the mask is 0. Without the buffer it is 1.
 rewards: of each sampled token, for `LossSpec.value`, which computes the advantages.
-versions: the version N that sampled the token, with keys and values of N only; -1 - N after a swap
-    within the sequence, or where this is not known. `numerics = "exact"` compares the former.
+versions: [T] or [S], the version N that sampled the token, with keys and values of N only; -1 - N
+    after a swap within the sequence, or where this is not known. `numerics = "exact"` compares the
+    former.
 """
 
 MIN_TEMPERATURE = 0.01
@@ -276,21 +277,20 @@ def batch_specs(
     num_tokens: int,
     optional: Sequence[str] = (),
     routing: tuple[int, int] = (0, 0),
-    token_temperatures: bool = False,
+    by_token: Collection[str] = (),
 ) -> tuple[TensorSpec, ...]:
     """Return the `tensors` field of a training message for a batch of this size.
 
     Args:
         optional: which of OPTIONAL_BATCH_TENSORS follow.
         routing: the model's layers and experts per token, for routed_experts.
-        token_temperatures: temperatures are [T]; else [S].
+        by_token: which of temperatures and versions are [T]; the others are [S].
     """
     shapes: dict[str, tuple[int, ...]] = {
         "sequence_lengths": (num_sequences,),
         "routed_experts": (num_tokens, *routing),
     }
-    if not token_temperatures:
-        shapes["temperatures"] = (num_sequences,)
+    shapes |= dict.fromkeys({"temperatures", "versions"} - set(by_token), (num_sequences,))
     wanted = BATCH_TENSORS | {n: d for n, d in OPTIONAL_BATCH_TENSORS.items() if n in optional}
     return tuple(
         TensorSpec(name=n, dtype=d, shape=shapes.get(n, (num_tokens,)))  # type: ignore[arg-type]
@@ -303,7 +303,7 @@ def forward_specs(
     num_sequences: int,
     num_tokens: int,
     optional: Sequence[str] = (),
-    token_temperatures: bool = False,
+    by_token: Collection[str] = (),
 ) -> tuple[TensorSpec, ...]:
     """Return the `tensors` field of a forward message. Arguments as in `batch_specs`."""
     known = FORWARD_TENSORS | OPTIONAL_FORWARD_TENSORS
@@ -311,6 +311,6 @@ def forward_specs(
         num_sequences=num_sequences,
         num_tokens=num_tokens,
         optional=optional,
-        token_temperatures=token_temperatures,
+        by_token=by_token,
     )
     return tuple(spec for spec in specs if spec.name in known)

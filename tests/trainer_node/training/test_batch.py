@@ -93,6 +93,13 @@ class TestBatch:
         assert [b.temperatures_T.tolist() for b in whole] == [each.repeat(LENGTHS).tolist()] * 2
         assert make_batch().temperatures_T is None
 
+    def test_one_version_for_each_sequence_is_one_for_each_of_its_tokens(self) -> None:
+        each = np.arange(3, 3 + len(LENGTHS), dtype=np.int32)
+        for given in (each, each.repeat(LENGTHS)):
+            batch = make_batch(arrays() | {"versions": given})
+            assert batch.versions_T.tolist() == each.repeat(LENGTHS).tolist()
+        assert make_batch().versions_T is None
+
     @pytest.mark.parametrize(
         ("temperature", "message"),
         [
@@ -141,7 +148,7 @@ def forward_batch(
         num_sequences=len(lengths),
         num_tokens=len(tokens),
         optional=["temperatures"] if temperatures else (),
-        token_temperatures=len(temperatures or ()) == len(tokens),
+        by_token=["temperatures"] if len(temperatures or ()) == len(tokens) else [],
     )
     if temperatures:
         buffers.append(np.array(temperatures, np.float32).tobytes())

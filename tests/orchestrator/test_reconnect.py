@@ -136,7 +136,7 @@ def test_a_client_follows_its_run_to_a_new_endpoint(run, tmp_path, monkeypatch):
 
 WAITS = """
 import sys
-from orchestrator.protocol import silence
+from orchestrator.protocol import node_link, silence
 from orchestrator.protocol.messages import Hello
 silence.SUSPENDED_S = 1.5
 hello = Hello(role="launcher", node_id="waits", incarnation="1", run_token=sys.argv[2])

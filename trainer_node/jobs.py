@@ -176,8 +176,8 @@ class Jobs:
                 *self._warnings(request, done[0].used.sums, batch, message.loss),
                 *_logged(request, gap_split.warnings(split, dtype=self._model.config.dtype)),
             ]
-        is_merged = self._model.config.rollout_weights == "merged"
-        if is_version and is_merged and not self._model.trains_all:
+        serves_merged = self._model.config.serves_merged
+        if is_version and serves_merged and not self._model.trains_all:
             self._measure_share(request, result)
         train_s = time.monotonic() - started
         request.progress("saving", metrics=result["metrics"])

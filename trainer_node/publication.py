@@ -82,9 +82,9 @@ class Publication:
     def _manifest(self) -> Manifest:
         """What is sent if the replicas hold no FP8. The first call is a collective."""
         if self._planned is None:
-            merged = self._exporter.manifest()
-            is_merged = self._model.config.rollout_weights == "merged"
-            self._planned = merged if is_merged else adapter_tensors.manifest(self._model, merged)
+            merged, model = self._exporter.manifest(), self._model
+            is_merged = model.config.serves_merged
+            self._planned = merged if is_merged else adapter_tensors.manifest(model, merged)
         return self._planned
 
     def forget_plans(self) -> None:
@@ -145,10 +145,9 @@ class Publication:
         sent = manifest if part is None else manifest.part(part)
         export: Export | str
         keeps = None if texts is None else [_keeps_of(text, part) for text in texts]
-        is_merged = self._model.config.rollout_weights == "merged"
         if fp8 is not None:
             self._note_loss(fp8)
-        if fp8 is not None and not is_merged:
+        if fp8 is not None and not self._model.config.serves_merged:
             export = 'rollout_weights = "lora" has no FP8 weights; serve this model in bf16'
         elif fp8 is not None and keeps is not None:
             export = self._plan_fp8_steps(base, manifest, order, part, fp8, keeps)
@@ -188,10 +187,9 @@ class Publication:
                 return wire_export.WireExport(self._model, manifest, order, keeps=keeps, sent=made)
             except PartitionError as error:
                 reason = str(error)
-        is_merged = self._model.config.rollout_weights == "merged"
-        if keeps is not None or not is_merged or not is_manifest_order(order, manifest):
+        config, is_in_order = self._model.config, is_manifest_order(order, manifest)
+        if keeps is not None or not config.serves_merged or not is_in_order:
             return reason
-        config = self._model.config
         timeout_s = config.collective_timeout_s if config.parallel.splits_the_model else None
         return BridgeExport(self._exporter, manifest, order, part=part, timeout_s=timeout_s)
 

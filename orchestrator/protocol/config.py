@@ -372,7 +372,7 @@ class TrainerConfig(Settings):
 
     @model_validator(mode="after")
     def _can_serve_adapters(self) -> TrainerConfig:
-        if self.rollout_weights != "lora":
+        if self.serves_merged:
             return self
         refused = {
             "finetuning_type = 'full', which has no adapters": self.finetuning_type == "full",
@@ -389,9 +389,14 @@ class TrainerConfig(Settings):
         return self
 
     @property
+    def serves_merged(self) -> bool:
+        """Whether the replicas get merged weights, not base and adapters."""
+        return self.rollout_weights == "merged"
+
+    @property
     def adapter_arguments(self) -> tuple[str, ...]:
         """What vLLM's server needs to serve the adapters."""
-        if self.rollout_weights == "merged":
+        if self.serves_merged:
             return ()
         rank = next(r for r in VLLM_RANKS if r >= self.lora.rank)
         named = () if ALL_LINEAR in self.lora.targets else self.lora.targets

@@ -58,7 +58,7 @@ def check_topology(trainer: TrainerConfig, model: Mapping[str, Any]) -> None:
             )
     lora = trainer.lora
     ends = {target.rpartition(".")[2] for target in lora.targets}
-    if experts and trainer.rollout_weights == "lora" and _EXPERT_TARGETS & ends:
+    if experts and not trainer.serves_merged and _EXPERT_TARGETS & ends:
         raise ConfigError(
             "publication.rollout_weights = 'lora' serves no adapters of experts: set "
             "trainer.lora.targets to linears of attention, such as "

@@ -101,7 +101,7 @@ def check_parallel(
     """
     check_topology(trainer, model_config)
     model_config = language_part(model_config)
-    is_adapted = trainer.rollout_weights == "lora" and experts_of(model_config)
+    is_adapted = not trainer.serves_merged and experts_of(model_config)
     if is_adapted and any(i.device == "cpu" for i in inference):
         raise ConfigError(
             "vLLM serves no mixture of experts with adapters on a CPU; set "

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import typer
@@ -80,6 +80,15 @@ def version_of(run_dir: Path, wanted: str) -> int:
     return int(wanted)
 
 
+@contextlib.contextmanager
+def config_file(run: RunFile, **changes: object) -> Iterator[str]:
+    """A file with the trainer's settings, for a tool in its environment."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(run.trainer_config().model_copy(update=changes).model_dump_json())
+        file.flush()
+        yield file.name
+
+
 def adapter(run: RunFile, version: int, out: Path) -> None:
     """Copy a version's adapter, in PEFT's files, into a new folder.
 
@@ -108,12 +117,9 @@ def model(run: RunFile, version: int, out: Path, *, device: str) -> None:
         with SpliceClient.of_run(run.run_dir) as client:
             client.export_hf(str(out.absolute()))
         return
-    config = run.trainer_config().model_dump_json()
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        file.write(config)
-        file.flush()
+    with config_file(run) as file:
         folder = run.run_dir / "versions" / str(version)
-        argv = ["--config", file.name, "--version", str(folder), "--out", str(out.absolute())]
+        argv = ["--config", file, "--version", str(folder), "--out", str(out.absolute())]
         module = "trainer_node.tools.export_version"
         command = python_command(run.trainer.python, "-m", module, *argv, "--device", device)
         _in_trainer(command, what=f"version {version} cannot be exported")
@@ -140,10 +146,8 @@ def mirror(
     Args:
         poll_s: seconds between two looks. None: write the newest version and end.
     """
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        file.write(run.trainer_config().model_dump_json())
-        file.flush()
-        argv = ["--config", file.name, "--run-dir", run.run_dir, "--name", run.name, "--store", url]
+    with config_file(run) as file:
+        argv = ["--config", file, "--run-dir", run.run_dir, "--name", run.name, "--store", url]
         argv += ["--key", key]
         argv += [word for name, value in options.items() for word in (f"--{name}", value)]
         module = "trainer_node.tools.mirror"

@@ -9,11 +9,13 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from orchestrator.errors import ConfigError
 from orchestrator.processes.python import python_command, python_environment
 from orchestrator.storage.run_folder import RunFolder
 from splice.client.run_file import RunFile, stop_command
+from splice.train.export import config_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,24 +42,26 @@ def plan(versions: Path, first: int, last: int) -> list[int]:
     """
     if last <= first:
         raise ConfigError(f"--to {last} is not after --from {first}")
-    if not (versions / str(first) / "COMPLETE").exists():
-        raise ConfigError(
-            f"{versions / str(first)} is no whole version. orchestrator.keep_versions says how "
-            "many stay on disk; 0 keeps all"
-        )
+    _meta_of(versions / str(first))
     for number in range(first + 1, last + 1):
         _check(versions / str(number), after=number - 1)
     return list(range(first, last + 1))
 
 
-def _check(folder: Path, *, after: int) -> None:
+def _meta_of(folder: Path) -> dict[str, Any]:
     try:
-        remake = json.loads((folder / "meta.json").read_text()).get("remake")
+        (folder / "COMPLETE").stat()
+        meta: dict[str, Any] = json.loads((folder / "meta.json").read_text())
     except (OSError, ValueError):
         raise ConfigError(
             f"{folder} is no whole version. orchestrator.keep_versions says how many stay on "
             "disk; 0 keeps all"
         ) from None
+    return meta
+
+
+def _check(folder: Path, *, after: int) -> None:
+    remake = _meta_of(folder).get("remake")
     if remake is None or not (folder / "remake.bin").exists():
         raise ConfigError(
             f"{folder} does not hold the job that made it: only what train_merged makes does "
@@ -81,10 +85,8 @@ def replay(run: RunFile, first: int, last: int) -> Iterator[Made]:
     if RunFolder.is_in_use(run.run_dir):
         raise ConfigError(f"the run in {run.run_dir} is up: `{stop_command(run.run_dir)}` first")
     ranks = run.trainer.parallel.world_size
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        file.write(run.trainer_config().model_copy(update={"adapter": None}).model_dump_json())
-        file.flush()
-        words = ["--config", file.name, "--versions", versions, "--numbers", *numbers]
+    with config_file(run, adapter=None) as file:
+        words = ["--config", file, "--versions", versions, "--numbers", *numbers]
         argv = ["trainer_node.tools.replay", *map(str, words)]
         if ranks > 1:
             launch = ("--standalone", f"--nproc-per-node={ranks}", "--module")

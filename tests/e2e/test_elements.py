@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from orchestrator.protocol.messages import (
-    InitialSync,
-    LossSpec,
-    OptimParams,
-    Resync,
-    TrainMerged,
-    batch_specs,
-)
+from orchestrator.protocol.messages import InitialSync, Resync
 from splice.client.run_file import RunFile
 from splice.cluster import Cluster
-from tests.e2e.batches import PROMPT, as_batch
+from tests.e2e.batches import trained
 from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
 from tests.e2e.servers import scored
 
 pytestmark = pytest.mark.timeout(900)
-
-
-def train(cluster: Cluster, *, lr: float = 1e-4) -> Any:
-    answer = [3, 4, 5, 6]
-    specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + len(answer))
-    job = TrainMerged(loss=LossSpec(name="cross_entropy"), optim=OptimParams(lr=lr), tensors=specs)
-    return cluster.client.run(job, buffers=as_batch(answer), timeout_s=300.0)
+train = partial(trained, lr=1e-4)
 
 
 def run_file(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,10 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from orchestrator.errors import JobFailed
-from orchestrator.protocol.messages import (
-    InitialSync,
-    LossSpec,
-    OptimParams,
-    Resync,
-    TrainMerged,
-    batch_specs,
-)
+from orchestrator.protocol.messages import InitialSync, Resync
 from splice.client.run_file import RunFile
 from splice.cluster import Cluster
-from tests.e2e.batches import PROMPT, as_batch
+from tests.e2e.batches import PROMPT, trained
 from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
 from tests.e2e.servers import scored
 
@@ -46,11 +40,7 @@ def run_file(folder: Path, model: Path, **more: Any) -> RunFile:
     return RunFile(name="tiny", model=model, run_dir=folder / "run", **tables)
 
 
-def train(cluster: Cluster, *, lr: float = 1e-2) -> Any:
-    answer = [3, 4, 5, 6]
-    specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + len(answer))
-    job = TrainMerged(loss=LossSpec(name="cross_entropy"), optim=OptimParams(lr=lr), tensors=specs)
-    return cluster.client.run(job, buffers=as_batch(answer), timeout_s=300.0)
+train = partial(trained, lr=1e-2)
 
 
 def expected(model: Path, version: Path) -> list[float]:

@@ -131,8 +131,7 @@ class Published:
     def __init__(self, model: Model, *, most_bytes: int) -> None:
         self._model, self._most_bytes = model, most_bytes
         self._is_cuda = model.device.type == "cuda"
-        is_merged = model.config.rollout_weights == "merged"
-        self._has_deltas = is_merged and not model.trains_all
+        self._has_deltas = model.config.serves_merged and not model.trains_all
         self._version: int | None = None
         self._of: Export | None = None
         """The export whose buffers are kept, if they are."""

@@ -207,7 +207,7 @@ class WireExport:
         }
         mine_by_name = {name: tensor for name, tensor in mine_by_name.items() if tensor.pieces}
         adapter_of, problem = dict[str, Delta](), None
-        if model.config.rollout_weights == "merged":
+        if model.config.serves_merged:
             adapter_of, problem = _plan_adapters(model, mine_by_name)
         held = [asdict(piece) for tensor in mine_by_name.values() for piece in tensor.held()]
         everyones = objects.all_gather(

@@ -40,7 +40,7 @@ def is_due(trainer: Trainer, loss: LossSpec) -> bool:
         and every > 0
         and (last is None or trainer.num_steps - last >= every)
         and not (trainer.model.trains_all or config.compile or config.lora.dropout)
-        and config.rollout_weights == "merged"
+        and config.serves_merged
         and registered(loss.name).takes_sampler
         and not loss.off_policy
     )

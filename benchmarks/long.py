@@ -5,7 +5,8 @@ random weights, and takes a step of each case. Shapes from SPLICE_BENCH_SHAPES (
 from SPLICE_BENCH_LENGTHS (16384,32768,65536,131072; empty: none), trees from SPLICE_BENCH_TREES
 (16x1024+4096,16x1024+32768: answers x tokens + prompt; empty: none). Sequences of up to 32,768
 tokens take SPLICE_BENCH_SAMPLES (3) steps after a first one, longer ones a single step: the start's
-probes have loaded the kernels. A shape gets SPLICE_BENCH_TIMEOUT_S (570).
+probes have loaded the kernels. A shape gets SPLICE_BENCH_TIMEOUT_S (570). SPLICE_BENCH_CONTEXT (1)
+ranks share each sequence (`parallel.context`); beyond one, names end in /cpN.
 
     SHAPE/long/TOKENS           one sequence; its second half carries loss
     SHAPE/tree/NxANSWER+PROMPT  N answers to one prompt, shared and, as the peer, each by itself
@@ -49,31 +50,35 @@ def _cases(
     shape: str, model: Path, device: str, lengths: str, trees: str, steps: str
 ) -> Iterator[Case]:
     """Each as soon as it is there."""
-    command = [sys.executable, "-m", "benchmarks.long_worker", "--model", str(model)]
+    ranks = int(os.environ.get("SPLICE_BENCH_CONTEXT", "1"))
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += ["-m", "benchmarks.long_worker", "--model", str(model)]
     command += ["--device", device, "--lengths", lengths, "--trees", trees, "--steps", steps]
     env = {"OMP_NUM_THREADS": "1"} | os.environ
     worker = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-    timer = threading.Timer(TIMEOUT_S, worker.kill)
+    timer = threading.Timer(TIMEOUT_S, worker.terminate)
     timer.start()
     try:
         assert worker.stdout is not None
         for line in worker.stdout:
             if line.startswith("{"):
-                yield _case(shape, json.loads(line))
+                yield _case(shape, json.loads(line), f"/cp{ranks}" if ranks > 1 else "")
         if code := worker.wait():
             raise RuntimeError(f"{shape}: the worker ended with {code}; {TIMEOUT_S:.0f} s at most")
     finally:
         timer.cancel()
-        worker.kill()
+        worker.terminate()  # torchrun ends its ranks
         worker.wait()
 
 
-def _case(shape: str, found: dict) -> Case:
+def _case(shape: str, found: dict, end: str) -> Case:
     rates = {
         name: tuple(found["tokens"] / s for s in found.pop(name)) for name in ("seconds", "apart")
     }
     return Case(
-        name=f"{shape}/{found.pop('name')}",
+        name=f"{shape}/{found.pop('name')}{end}",
         metric="tokens_per_s",
         unit="tokens/s",
         samples=rates["seconds"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 
 from benchmarks.timing import seconds
 from benchmarks.train_worker import ALPHA, FLOPS_KNOWN, LR, RANK, frozen_and_adapters
-from orchestrator.protocol.config import LoraConfig, TrainerConfig
+from orchestrator.protocol.config import LoraConfig, ParallelConfig, TrainerConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
 from trainer_node.training.batch import Batch
 from trainer_node.training.start import start
@@ -90,6 +91,7 @@ class Bench:
 
     def __init__(self, model: Path, device: str) -> None:
         self.device = device
+        world = int(os.environ.get("WORLD_SIZE", "1"))
         self.config = json.loads((model / "config.json").read_text())
         self.trainer: Trainer = start(
             TrainerConfig(
@@ -98,6 +100,7 @@ class Bench:
                 device=device,  # type: ignore[arg-type]
                 dtype="bfloat16" if device == "cuda" else "float32",
                 lora=LoraConfig(rank=RANK, alpha=ALPHA),
+                parallel=ParallelConfig(context=world, world_size=world),
             )
         )
 
@@ -169,7 +172,9 @@ def main() -> None:
     failed = 0
     for case in cases:
         try:
-            print(json.dumps(case()), flush=True)
+            result = case()
+            if int(os.environ.get("RANK", "0")) == 0:
+                print(json.dumps(result), flush=True)
         except torch.OutOfMemoryError as error:  # the others still count
             failed = 1
             print(f"a case found no memory: {error}", file=sys.stderr, flush=True)

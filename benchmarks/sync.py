@@ -17,7 +17,9 @@ between tokens of the running stream: from the last token before the pause to th
 the resume, so re-prefill and verification are inside. Ours exports, merges and verifies; the peer
 only sends random bytes and checks nothing. Memory is watched during the first two publications,
 which are not timed. Last, the trainer makes a step and publishes it (`first_step_s`), and more
-steps under the stream: `step_pause_to_resume_s` is the gap that a step's publication makes.
+steps under the stream: `step_pause_to_resume_s` is the gap that a step's publication makes. Of
+several replicas, one vLLM is killed while it receives: `death_pause_to_resume_s` is the gap of the
+first one's stream, and `whole_again_s` the time until all serve the version.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,10 +36,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
+import psutil
 
 from benchmarks import clusters, memory, turns
 from benchmarks.harness import Case, inference_python
 from benchmarks.stream import TokenStream, warm_prefill
+from orchestrator.processes.child import descendants
 from orchestrator.protocol.messages import (
     InitialSync,
     JobSpec,
@@ -284,6 +289,8 @@ def _ours(
             stock = peer.result().get((sent, way.keep_kv))
             yield from _cases(f"{name}{way.end}", lora, seen, stock, more)
         yield from _trained(cluster, name, samples)
+        if topology.served[0] > 1:
+            yield from _death(cluster, name)
 
 
 def _trained(cluster: Cluster, name: str, samples: int) -> Iterator[Case]:
@@ -322,6 +329,60 @@ def _trained(cluster: Cluster, name: str, samples: int) -> Iterator[Case]:
         samples=tuple(seen.gaps),
         settings={"phases": seen.phases},
     )
+
+
+def _death(cluster: Cluster, name: str) -> Iterator[Case]:
+    """The last replica's vLLM is killed while a `Resync` is on the wire."""
+    node = f"inference-{len(cluster.base_urls) - 1}"
+    pid = cluster.launcher.nodes[node].pid
+    assert pid is not None
+    server = next(p for p in descendants(pid) if "inference_node.server" in p.cmdline())
+    with (
+        turns.alone(),
+        TokenStream(
+            base_url=cluster.base_urls[0], model=clusters.NAME, max_tokens=LONGEST
+        ) as stream,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        usual = cluster.client.run(Resync()).seconds
+        stream.wait_for_token_after(time.monotonic())
+        began = time.monotonic()
+        job = pool.submit(_publish, cluster, Resync())
+        time.sleep(max(usual["total"] - usual["verify"] - usual["send"] / 2, 0.0))
+        killed = time.monotonic()
+        for process in (*descendants(server.pid), server):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        result = job.result()
+        ended = time.monotonic()
+        stream.wait_for_token_after(ended)
+        gap = stream.gap_s(start_s=began, end_s=ended)
+    while not _all_serve(cluster, f"{clusters.NAME}@{result['version']}"):
+        if time.monotonic() > killed + 600:
+            raise TimeoutError(f"{name}: {node} does not serve again after 600 s")
+        time.sleep(0.1)
+    settings = {n: result[n] for n in ("seconds", "replicas", "left_out", "unverified")}
+    settings |= {"killed_after_s": killed - began, "answered_after_s": ended - began}
+    whole = time.monotonic() - killed
+    print(f"{name}: {gap:.3f} s with a death, whole again after {whole:.1f} s", flush=True)
+    yield Case(
+        name=name, metric="death_pause_to_resume_s", unit="s", samples=(gap,), settings=settings
+    )
+    yield Case(name=name, metric="whole_again_s", unit="s", samples=(whole,))
+
+
+def _all_serve(cluster: Cluster, alias: str) -> bool:
+    nodes = [n for n in cluster.client.status(timeout_s=60).nodes if n.role == "inference"]
+    if any(n.state != "ready" for n in nodes):
+        return False
+    try:
+        answers = [
+            httpx.get(f"{n.detail['base_url']}/v1/models", timeout=10.0, trust_env=False)
+            for n in nodes
+        ]
+    except httpx.TransportError:
+        return False
+    return all(a.is_success and a.json()["data"][0]["id"] == alias for a in answers)
 
 
 def _stock(

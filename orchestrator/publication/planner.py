@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -111,6 +112,7 @@ class Planner:
             if order == "manifest" and fp8 is not None:
                 why += "; FP8 weights have no other layout, so serve this model in bf16"
                 break
+            began = time.monotonic()
             answers = await self._members.ask_all(
                 replicas,
                 lambda _, order=order: PrepareUpdate(  # type: ignore[misc]
@@ -121,6 +123,7 @@ class Planner:
                 ),
                 phase="planning",
             )
+            log.info("the replicas planned in %.1f s", time.monotonic() - began)
             plans = [valid(r, PrepareAnswer, a[0].result) for r, a in answers.items()]
             fp8 = _shared_fp8(dict(zip(answers, plans, strict=True)))
             sent, part = fp8_manifest(manifest, fp8), _shared_part(plans)
@@ -175,16 +178,19 @@ class Planner:
             fp8=plan.fp8,
             keeps=plan.keeps,
         )
+        began = time.monotonic()
         answer, _ = await self._members.router.request(
             "trainer", request, phase="planning the layout"
         )
         what = "layout" if tensors is None else f"layout of the {len(tensors)} tensors that change"
         how = "rank 0 sends whole chunks" if plan.keeps is None else EDGES
-        log.info("%s: %s; %s", what, _summary(layout), how)
+        took_s = time.monotonic() - began
+        log.info("%s: %s; %s; planned in %.1f s", what, _summary(layout), how, took_s)
         planned = valid("trainer", LayoutAnswer, answer.result)
         if planned.why_not is not None:
             return f"the trainer cannot send it: {planned.why_not}"
         if planned.tables is not None:
+            began = time.monotonic()
             await self._members.ask_all(
                 replicas,
                 lambda _: UseEdges(
@@ -194,6 +200,7 @@ class Planner:
                 ),
                 phase="planning the layout",
             )
+            log.info("the workers know their steps after %.1f s", time.monotonic() - began)
         return None
 
 

@@ -138,6 +138,14 @@ RAN_TOGETHER = (
         inference={"torch": "2.13.0", "vllm": "0.32.0", "transformers": "5.19.0"},
     ),
     Ran(
+        device="4 x NVIDIA H200",
+        date="2026-11-28",
+        command="python -m benchmarks sync --device cuda",
+        result="sync-30b-a3b-stack033-4xh200.json",
+        trainer=_CUDA_TRAINER | {"torch": "2.14.0", "transformer-engine": "2.20.2"},
+        inference={"torch": "2.14.0", "vllm": "0.33.0", "transformers": "5.20.2"},
+    ),
+    Ran(
         device="2 x NVIDIA H100 80GB HBM3",
         date="2026-11-25",
         command="python -m benchmarks sync --device cuda",
@@ -160,11 +168,6 @@ RAN_TOGETHER = (
     ),
 )
 """Newest first on each device. docs/installation.md has the same rows: `ran_table`."""
-NOT_RUN: Mapping[str, Mapping[str, str]] = {
-    "trainer-cuda-033": _CUDA_TRAINER | {"torch": "2.14.0", "transformer-engine": "2.20.2"},
-    "inference-cuda-033": {"torch": "2.14.0", "vllm": "0.33.0", "transformers": "5.20.2"},
-}
-"""Lock files in `requirements/` that have not run together on a GPU -> their main versions."""
 ALL_PACKAGES = tuple(dict.fromkeys(name for wanted in WANTED.values() for name in wanted))
 
 
@@ -300,13 +303,7 @@ def compare(findings: Sequence[Finding], *, on_gpus: bool) -> list[str]:
         runs = [run for run in RAN_TOGETHER if run.device.startswith("cpu") != on_gpus]
         nearest = min(runs, key=lambda run: len(_differences(here, getattr(run, role))))
         where = f"on {nearest.device}, {nearest.date}: {nearest.command}"
-        locks = [name for name in NOT_RUN if name.startswith(role) and on_gpus]
-        if lock := next((n for n in locks if not _differences(here, NOT_RUN[n])), None):
-            said.append(
-                f"{role}: these are the versions of requirements/{lock}.lock, whose two sides "
-                "have not run together on a GPU yet."
-            )
-        elif found := _differences(here, getattr(nearest, role)):
+        if found := _differences(here, getattr(nearest, role)):
             said.append(f"{role}: {', '.join(found)} ran {where}. Other versions may do as well.")
         else:
             said.append(f"{role}: these versions ran {where}")

@@ -81,10 +81,11 @@ def send(group: TransferGroup, rank: int, *, senders: int, workers: int) -> None
             wait(event)
         else:
             assert event is None
-    # Nobody receives this one.
+    # Nobody receives this one. NCCL's buffers of 32 channels hold 128 MiB.
+    unread_B = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
     threading.Timer(1.0, group.abort, ["the operator said so"]).start()
     with pytest.raises(TransferError):
-        wait(group.send([(0, message(rank, 0, 10, 64 << 20))], deadline_s=DEADLINE_S))
+        wait(group.send([(0, unread_B)], deadline_s=DEADLINE_S))
     group.close()
 
 

@@ -46,6 +46,11 @@ class Axis:
         """Positions on the axis."""
         return self.outer * self.inner
 
+    def offset(self, position: int) -> int:
+        """Distance of a position from position 0."""
+        run, within = divmod(position, self.inner)
+        return run * self.outer_stride + within * self.inner_stride
+
     def offsets(self, first: int, count: int) -> torch.Tensor:
         """Distances [N] of positions [first, first + count) from position 0."""
         n = torch.arange(first, first + count)
@@ -103,11 +108,11 @@ class Piece:
         first_row, first_column = self.box.first_row, self.box.first_column
         for row, rows in self.rows.cut(box.first_row - first_row, box.rows):
             for column, columns in self.columns.cut(box.first_column - first_column, box.columns):
-                offset = self.rows.offsets(row, 1) + self.columns.offsets(column, 1)
+                offset = self.rows.offset(row) + self.columns.offset(column)
                 yield Piece(
                     part=self.part,
                     box=Box(first_row + row, rows.count, first_column + column, columns.count),
-                    offset=self.offset + int(offset),
+                    offset=self.offset + offset,
                     rows=rows,
                     columns=columns,
                 )

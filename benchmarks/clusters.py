@@ -227,7 +227,12 @@ def cluster_config(
             "keep_versions": keep_versions,
             "ready_timeout_s": float(os.environ.get("SPLICE_BENCH_READY_S", "600")),
         },
-        publication={"pause_mode": pause_mode, "mode": mode, "rounding": rounding()},
+        publication={
+            "pause_mode": pause_mode,
+            "mode": mode,
+            "rounding": rounding(),
+            "chain": os.environ.get("SPLICE_BENCH_CHAIN", "0") == "1",
+        },
         trainer={
             "init": "hf" if shape == "tiny" else "random",
             "lora": {"rank": RANK, "alpha": 2 * RANK, "targets": TARGETS[lora]},

@@ -91,6 +91,7 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
     SPLICE_BENCH_EAGER=1: both vLLMs without compiling and CUDA graphs;
     SPLICE_BENCH_TOPOLOGIES: 1to1 (the default), or more names of `clusters.Topology`; beyond 1to1
     without the peer, on GPUs 0, 1 and so on: first the trainer's.
+    SPLICE_BENCH_CHAIN=1: replicas pass the bytes on (`publication.chain`).
     SPLICE_BENCH_ROUNDING: stochastic (the default) or nearest.
     SPLICE_BENCH_QUANTIZATION: `--quantization` of our vLLM, such as fp8, or blocks: it serves a
     checkpoint in block-scaled FP8. The peer's stays bf16. SPLICE_BENCH_STOCK=0: no peer.

@@ -1,5 +1,6 @@
 """The inference node: takes control messages, and drives one vLLM server that it keeps alive.
 
+    OpenRelay          -> every worker listens for the next replica of a chain
     JoinTransferGroup  -> every worker joins the trainer's group
     PrepareUpdate      -> every worker checks the manifest against its placement plan; no pause
     ReceiveWeights     -> pause, [Progress "applying"], receive, digests of the live tensors
@@ -61,6 +62,7 @@ from orchestrator.protocol.messages import (
     JoinTransferGroup,
     LeaveAlias,
     LeaveTransferGroup,
+    OpenRelay,
     PrepareShadow,
     PrepareUpdate,
     Ready,
@@ -272,6 +274,7 @@ class InferenceNode:
         if isinstance(message, Shutdown):
             raise _Ended
         handlers: dict[type, tuple[str, Callable[[Any], None]]] = {
+            OpenRelay: ("joining", self._open_relay),
             JoinTransferGroup: ("joining", self._pass_on),
             LeaveTransferGroup: ("leaving", self._pass_on),
             PrepareUpdate: ("planning", self._prepare_update),
@@ -310,6 +313,10 @@ class InferenceNode:
     def _pass_on(self, message: JoinTransferGroup | LeaveTransferGroup | UseEdges) -> None:
         self._vllm.request(message)
         self._link.complete(message.request_id)
+
+    def _open_relay(self, message: OpenRelay) -> None:
+        result = {"rendezvous": self._vllm.request(message)["rendezvous"]}
+        self._link.complete(message.request_id, result=result)
 
     def _prepare_update(self, message: PrepareUpdate) -> None:
         answer = self._vllm.request(message)

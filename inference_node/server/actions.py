@@ -37,6 +37,7 @@ from orchestrator.protocol.messages import (
     LeaveTransferGroup,
     Manifest,
     Message,
+    OpenRelay,
     PrepareShadow,
     PrepareUpdate,
     ReceiveWeights,
@@ -91,6 +92,7 @@ class Actions:
         self._say: Say
         """Sends a line to the node that waits for the running action."""
         self._requests: dict[type[Message], Work] = {
+            OpenRelay: self._open_relay,
             JoinTransferGroup: self._join_transfer_group,
             LeaveTransferGroup: self._leave_transfer_group,
             PrepareUpdate: self._prepare_update,
@@ -155,6 +157,11 @@ class Actions:
 
     async def _info(self) -> Answer:
         return {"workers": await self._workers("splice_info")}
+
+    async def _open_relay(self, message: OpenRelay) -> Answer:
+        answers = await self._workers("splice_open_relay", message.model_dump_json())
+        answers.sort(key=lambda answer: answer["position"])
+        return {"rendezvous": [answer["rendezvous"] for answer in answers]}
 
     async def _join_transfer_group(self, message: JoinTransferGroup) -> Answer:
         await self._workers("splice_join_transfer_group", message.model_dump_json())

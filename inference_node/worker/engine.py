@@ -34,18 +34,29 @@ from vllm.distributed.weight_transfer.base import (
 
 from inference_node.shared.reports import WorkerDigests
 from inference_node.shared.watchdog import Watchdog
-from inference_node.worker import derived, dialect, kv_cache, placement, reload, shadow, verify
+from inference_node.worker import (
+    chain,
+    derived,
+    dialect,
+    kv_cache,
+    placement,
+    reload,
+    shadow,
+    verify,
+)
 from inference_node.worker.lora import Slots
 from inference_node.worker.plan import WorkerPlan, WorkerUpdate
 from orchestrator.errors import TransferError
 from orchestrator.protocol.messages import (
     JoinTransferGroup,
+    OpenRelay,
     PrepareShadow,
     ReceiveWeights,
+    Rendezvous,
     SwapWeights,
 )
 from weight_transfer.changes import Buffers, receive_changes
-from weight_transfer.groups import TransferGroup, join_tcp
+from weight_transfer.groups import GroupListener, TransferGroup
 
 NOT_PLANNED = "no transfer group or no plan; send JoinTransferGroup and PrepareUpdate first"
 
@@ -92,6 +103,8 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         self.applied = _Applied()
         self._watchdog: Watchdog | None = Watchdog.from_environment()
         self._group: TransferGroup | None = None
+        self._relay: GroupListener | None = None
+        """Where the worker after this one joins, in a chain of replicas."""
         self._corrections: dict[placement.Region, int] = {}
         self._is_reloading = False
         self.is_elements = False
@@ -129,25 +142,33 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         Raises:
             TransferTimeout, TransferError: the group did not form; this worker is in no group.
         """
+        relay, self._relay = self._relay, None
         self.leave_transfer_group()
         if self._watchdog is None:
             self._watchdog = Watchdog.from_environment()
-        rendezvous, deadline_s = init_info.request.rendezvous, init_info.request.deadline_s
-        rank = rendezvous.senders + self.position
-        if rendezvous.transport == "tcp":
-            self._group = join_tcp(rendezvous, rank=rank, deadline_s=deadline_s)
-        else:
-            from inference_node.worker.nccl_group import join_nccl
-
-            self._group = join_nccl(
-                rendezvous, rank=rank, device=self.device, deadline_s=deadline_s
+        try:
+            self._group = chain.join(
+                init_info.request, position=self.position, relay=relay, device=self.device
             )
+        finally:
+            if relay is not None:
+                relay.close()
+
+    def open_relay(self, request: OpenRelay) -> Rendezvous:
+        """Listen for the worker after this one; the next join waits for it."""
+        if self._relay is not None:
+            self._relay.close()
+        self._relay = chain.listen(request, device=self.device)
+        return self._relay.rendezvous
 
     def leave_transfer_group(self) -> None:
         """Abort and free the group, if there is one."""
         group, self._group = self._group, None
         if group is not None:
             group.close()
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            relay.close()
 
     def shutdown(self) -> None:
         """Leave the group and end the watchdog. vLLM calls this when the worker ends."""

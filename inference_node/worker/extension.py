@@ -27,6 +27,7 @@ from orchestrator.protocol.messages import (
     JoinTransferGroup,
     LayoutOrder,
     Manifest,
+    OpenRelay,
     PrepareShadow,
     ReceiveWeights,
     SwapWeights,
@@ -101,6 +102,13 @@ class SpliceWorkerExtension:
             "refusals": engine.refusals(),
             "holds_static_fp8": engine.plan.holds_static_fp8(),
         }
+
+    @_answers(ErrorCode.TRANSFER_FAILED)
+    def splice_open_relay(self, request: str) -> dict[str, Any]:
+        """Listen for the same worker of the next replica; `request`: an `OpenRelay`."""
+        engine = self._splice_engine
+        opened = engine.open_relay(OpenRelay.model_validate_json(request))
+        return {"rendezvous": opened.model_dump_json(), "position": engine.position}
 
     @_answers(ErrorCode.TRANSFER_FAILED)
     def splice_join_transfer_group(self, request: str) -> dict[str, Any]:

@@ -48,14 +48,19 @@ class NcclWorkerGroup(NcclGroup):
     """A `weight_transfer.groups.TransferGroup` of an inference worker."""
 
     def __init__(
-        self, *, communicator: PyNcclCommunicator, device: torch.device, senders: int
+        self,
+        *,
+        communicator: PyNcclCommunicator,
+        device: torch.device,
+        senders: int,
+        other_end: str = "the trainer",
     ) -> None:
         """Takes ownership of the communicator."""
-        super().__init__(device=device, other_end="the trainer")
+        super().__init__(device=device, other_end=other_end)
         self._communicator, self._senders = communicator, senders
 
     def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event | None:
-        """Queue the receipt of a buffer; see `TransferGroup.broadcast`."""
+        """Queue the receipt of a buffer; as rank 0, its sending. See `TransferGroup.broadcast`."""
         if self._senders > 1:
             messages = [(0, buffer_B)] if buffer_B.numel() else []
             return self.receive(messages, deadline_s=deadline_s)
@@ -66,8 +71,19 @@ class NcclWorkerGroup(NcclGroup):
     def send(
         self, messages: Sequence[tuple[int, torch.Tensor]], *, deadline_s: float
     ) -> torch.cuda.Event | None:
-        """Refuse: this end only receives."""
-        raise ValueError("a worker's group sends nothing")
+        """Queue the sending, in a chain of replicas; see `TransferGroup.send`."""
+        if not messages:
+            self._raise_if_aborted()
+            return None
+        with self._queueing("send", [buffer_B for _, buffer_B in messages]):
+            self._communicator.group_start()
+            try:
+                for position, buffer_B in messages:
+                    to = self._senders + position
+                    self._communicator.send(buffer_B, dst=to, stream=self._stream)
+            finally:
+                self._communicator.group_end()
+            return self._recorded()
 
     def receive(
         self, messages: Sequence[tuple[int, torch.Tensor]], *, deadline_s: float
@@ -91,7 +107,7 @@ class NcclWorkerGroup(NcclGroup):
             except RuntimeError as error:
                 self._raise_if_aborted()
                 raise TransferError(
-                    f"NCCL {what}: {error}; the trainer is gone or a GPU failed"
+                    f"NCCL {what}: {error}; {self._other_end} is gone or a GPU failed"
                 ) from error
             finally:
                 # After an abort the owner may free a buffer too early: nobody else may get it.
@@ -147,10 +163,49 @@ def nccl_version() -> str:
         return ""
 
 
+class NcclRelay:
+    """A `weight_transfer.groups.GroupListener` of a worker: it sends to one other worker."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Make the unique id. NCCL's bootstrap then listens."""
+        unique_id = bytes(n & 0xFF for n in NCCLLibrary().ncclGetUniqueId().internal)
+        self._device = device
+        self._rendezvous = Rendezvous(
+            transport="nccl", host="", nccl_unique_id=unique_id, world_size=2
+        )
+
+    @property
+    def rendezvous(self) -> Rendezvous:
+        """See `GroupListener.rendezvous`."""
+        return self._rendezvous
+
+    def meet(self, everyones: Sequence[Rendezvous]) -> Rendezvous:
+        """See `GroupListener.meet`."""
+        return self._rendezvous
+
+    def join(self, deadline_s: float) -> NcclWorkerGroup:
+        """See `GroupListener.join`."""
+        return join_nccl(
+            self._rendezvous,
+            rank=0,
+            device=self._device,
+            deadline_s=deadline_s,
+            other_end="the next replica",
+        )
+
+    def close(self) -> None:
+        """Do nothing: NCCL has no call that ends its bootstrap."""
+
+
 def join_nccl(
-    rendezvous: Rendezvous, *, rank: int, device: torch.device, deadline_s: float
+    rendezvous: Rendezvous,
+    *,
+    rank: int,
+    device: torch.device,
+    deadline_s: float,
+    other_end: str = "the trainer",
 ) -> NcclWorkerGroup:
-    """Join the trainer's NCCL group as the worker of this rank (`rendezvous.senders` and more).
+    """Join an NCCL group as this rank: a worker's is `rendezvous.senders` or more.
 
     Raises:
         ConfigError: the rendezvous is not NCCL's, or the worker has no CUDA device.
@@ -186,13 +241,18 @@ def join_nccl(
         _abort(communicator, device)
         raise TransferTimeout(
             f"rank {rank} of {rendezvous.world_size} waited {deadline_s:.0f} s for the NCCL group; "
-            "is the trainer gone?"
+            f"is {other_end} gone?"
         )
     if failure:
         raise TransferError(f"joining the NCCL group failed: {failure[0]}") from failure[0]
     if not communicator.available:
         raise ConfigError("vLLM found no NCCL library in this environment")
-    return NcclWorkerGroup(communicator=communicator, device=device, senders=rendezvous.senders)
+    return NcclWorkerGroup(
+        communicator=communicator,
+        device=device,
+        senders=rendezvous.senders,
+        other_end=other_end,
+    )
 
 
 def _connect(communicator: PyNcclCommunicator, *, senders: int) -> None:

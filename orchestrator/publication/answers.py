@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, Json, ValidationError
 
 from orchestrator.control.open_requests import Answer
 from orchestrator.errors import JobFailed
@@ -15,6 +15,7 @@ from orchestrator.protocol.messages import (
     ErrorCode,
     Fp8Weights,
     ManifestPart,
+    Rendezvous,
     WireLayout,
 )
 
@@ -41,6 +42,13 @@ class LayoutAnswer(BaseModel):
     why_not: str | None = None
     tables: tuple[str, ...] | None = None
     """In the order "edges": what each worker receives from which rank."""
+
+
+class RelayAnswer(BaseModel):
+    """A replica's answer to `OpenRelay`."""
+
+    rendezvous: tuple[Json[Rendezvous], ...] = Field(min_length=1)
+    """By position of its workers."""
 
 
 class EncodeAnswer(BaseModel):

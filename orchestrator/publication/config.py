@@ -46,6 +46,14 @@ class PublicationConfig(Settings):
     """
     shadow_bytes: int = Field(default=4 * 2**30, ge=1)
     """Most bytes that shadow mode may use next to the model on each inference worker."""
+    chain: bool = False
+    """Whether the trainer sends to the first replica only, and each replica passes the bytes on to
+    the next. Several replicas then take hardly longer than one, where the trainer's link is the
+    limit.
+
+    A failure of one replica ends the attempt for all, as without a chain; the next attempt is
+    without one. Replicas with different numbers of workers form none.
+    """
     send: Setting = "auto"
     """What an update brings when every replica holds the version before it.
 

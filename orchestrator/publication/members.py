@@ -18,6 +18,7 @@ from orchestrator.protocol.messages import (
     JoinTransferGroup,
     LeaveAlias,
     LeaveTransferGroup,
+    OpenRelay,
     OpenTransferGroup,
     Progress,
     ReceiveWeights,
@@ -26,7 +27,7 @@ from orchestrator.protocol.messages import (
     SwapWeights,
     TrainerDetail,
 )
-from orchestrator.publication.answers import all_or_first_error, valid
+from orchestrator.publication.answers import RelayAnswer, all_or_first_error, valid
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.report import Report
 
@@ -108,8 +109,11 @@ class Members:
 
     # ------------------------------------------------------------ transfer groups
 
-    async def join(self, replicas: Sequence[str], *, report: Report) -> None:
+    async def join(self, replicas: Sequence[str], *, report: Report, chain: bool = False) -> None:
         """Join trainer and replicas in transfer groups, once for each set of processes.
+
+        Args:
+            chain: whether each replica passes on what it receives, if all have as many workers.
 
         Raises:
             JobFailed | NodeLost: a node did not join, or was restarted meanwhile.
@@ -120,6 +124,7 @@ class Members:
             return
         self._check_nccl(replicas)
         self.joined = {}
+        chain = chain and len({d.workers for d in self._details(replicas).values()}) == 1
         report("joining", {"replicas": list(replicas)})
         listening: asyncio.Future[dict[str, Rendezvous]] = (
             asyncio.get_running_loop().create_future()
@@ -131,7 +136,10 @@ class Members:
             await self._abort_send(why)
 
         await all_or_first_error(
-            [self._open(replicas, listening), self._join_all(replicas, listening)],
+            [
+                self._open(replicas[:1] if chain else replicas, listening),
+                self._join_all(replicas, listening, chain=chain),
+            ],
             on_error=stop_listening,
         )
         if self.lives(members) != wanted:
@@ -190,7 +198,11 @@ class Members:
         await self.ask("trainer", request, phase=phase, on_progress=on_progress)
 
     async def _join_all(
-        self, replicas: Sequence[str], listening: asyncio.Future[dict[str, Rendezvous]]
+        self,
+        replicas: Sequence[str],
+        listening: asyncio.Future[dict[str, Rendezvous]],
+        *,
+        chain: bool,
     ) -> None:
         timeout_s = self._config.join_timeout_s
         try:
@@ -203,11 +215,34 @@ class Members:
                 message=f"the trainer did not say where it listens within {timeout_s:g} s",
                 remedy="look at the trainer's log",
             ) from None
+        first, last = replicas[0], replicas[-1]
+        before = await self._open_relays(replicas, where[first].host) if chain else {}
         await self.ask_all(
             replicas,
-            lambda r: JoinTransferGroup(deadline_s=timeout_s, rendezvous=where[r]),
+            lambda r: JoinTransferGroup(
+                deadline_s=timeout_s,
+                rendezvous=where[first if chain else r],
+                before=before.get(r, ()),
+                relays=chain and r != last,
+            ),
             phase="joining the transfer group",
         )
+
+    async def _open_relays(
+        self, replicas: Sequence[str], host: str
+    ) -> dict[str, tuple[Rendezvous, ...]]:
+        """Have all but the last replica listen. Returns where each but the first one joins."""
+        answers = await self.ask_all(
+            replicas[:-1],
+            lambda _: OpenRelay(
+                deadline_s=self._config.join_timeout_s,
+                transport=self._config.transport,
+                towards=host,
+            ),
+            phase="joining the transfer group",
+        )
+        opened = [valid(r, RelayAnswer, a[0].result).rendezvous for r, a in answers.items()]
+        return dict(zip(replicas[1:], opened, strict=True))
 
     async def leave_all(self) -> None:
         """Have all members leave their groups; the next publication joins them again.

@@ -68,6 +68,8 @@ class Publication:
     """Incarnation of the trainer that holds the version. None: not known."""
     keeps_pending: bool = False
     """The holder has gradients that loading the version would drop."""
+    chain: bool = False
+    """Each replica passes on what it receives."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Replica that earlier attempts gave up -> the reason."""
     report: Report
@@ -142,7 +144,7 @@ class Publication:
             self.ledger.state = State.IDLE
         if self.holder not in (None, self.members.trainer_process):
             raise NodeLost("the trainer was restarted and no longer holds the version to publish")
-        await self.members.join(self.replicas, report=self.report)
+        await self.members.join(self.replicas, report=self.report, chain=self.chain)
         manifest = await self.planner.plan(self.version, self.replicas)
         self.ledger.expect(manifest)
         self.ledger.step(State.PLANNED, self.version)

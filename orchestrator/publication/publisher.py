@@ -136,6 +136,7 @@ class Publisher:
             others=tuple(others),
             holder=holder,
             keeps_pending=keeps_pending,
+            chain=self._config.chain and len(replicas) > 1,
             report=report,
             members=self._members,
             planner=self._planner,
@@ -145,11 +146,12 @@ class Publisher:
         )
         blamed: Counter[str] = Counter()
         failure: SpliceError | OSError | None = None
-        for attempt in range(1, self._config.attempts + 1):
+        attempts = self._config.attempts + publication.chain
+        for attempt in range(1, attempts + 1):
             was_poisoned = self.state is State.POISONED
             try:
                 if failure is not None:
-                    publication = replace(publication)
+                    publication = replace(publication, chain=False)
                     await self._roll_forward(publication, failure, blamed)
                 result = await publication.run()
             except JournalError:
@@ -157,9 +159,11 @@ class Publisher:
             except Exception as error:
                 failure = _as_ours(error)
                 await self._after_failure(publication, failure, was_poisoned=was_poisoned)
-                if attempt == self._config.attempts or not _is_worth_retrying(failure):
+                if attempt == attempts or not _is_worth_retrying(failure):
                     raise failure from error
-                blamed.update([failure.node] if isinstance(failure, JobFailed) else [])
+                # In a chain, the replica after the one that failed may be the first to say so.
+                if isinstance(failure, JobFailed) and not publication.chain:
+                    blamed.update([failure.node])
             else:
                 result.attempts = attempt
                 self._on_phase("served", {"version": version, "bytes_sent": result.bytes_sent})

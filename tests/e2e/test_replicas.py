@@ -95,6 +95,39 @@ def test_one_of_two_servers_is_killed(models, tmp_path):
         assert server_of(cluster, "inference-0").pid == began_as
 
 
+def test_three_servers_in_a_chain_and_one_is_killed(models, tmp_path):
+    """The trainer sends to the first; the last one's weights came through the other two."""
+    run = RunFile(
+        name="tiny",
+        model=models["qwen3"],
+        run_dir=tmp_path / "run",
+        publication={"chain": True},
+        trainer={"python": TRAINER_PYTHON},
+        inference={
+            "python": INFERENCE_PYTHON,
+            "replicas": 3,
+            "max_model_len": 256,
+            "cpu_kv_cache_gb": 0.1,
+        },
+    )
+    with Cluster(run) as cluster:
+        cluster.client.run(InitialSync())
+        first = train(cluster)
+        assert len(first.replicas) == 3 and first.attempts == 1 and first.unverified == {}
+        wanted, *others = (scored(url, "tiny@1") for url in cluster.base_urls)
+        assert all(found == pytest.approx(wanted, abs=1e-5) for found in others)
+        server_of(cluster, "inference-1").kill()
+        second = train(cluster)
+        assert second.version == 2 and second.replicas == ["inference-0", "inference-2"]
+        until_s = time.monotonic() + 240
+        while not is_serving(cluster, "inference-1", "tiny@2"):
+            assert time.monotonic() < until_s
+            time.sleep(0.5)
+        assert len(train(cluster).replicas) == 3
+        wanted, *others = (scored(url, "tiny@3") for url in cluster.base_urls)
+        assert all(found == pytest.approx(wanted, abs=1e-5) for found in others)
+
+
 def is_serving(cluster: Cluster, node: str, name: str) -> bool:
     found = [n for n in cluster.client.status().nodes if n.node_id == node and n.state == "ready"]
     if not found:

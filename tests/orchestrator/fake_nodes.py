@@ -340,6 +340,8 @@ class FakeReplica(FakeNode):
         """What each worker keeps, in order "edges"."""
         self.tables: list[tuple[bool, tuple[str, ...]]] = []
         """What `UseEdges` brought."""
+        self.joins: list[tuple[int, list[int], bool]] = []
+        """Ports of the trainer and of the replica before, and whether it passes on."""
         self.orders: list[str] = []
         """That were asked for."""
         self.bases: list[int | None] = []
@@ -389,6 +391,17 @@ class FakeReplica(FakeNode):
         if message.order == "edges":
             result["keeps"] = self.keeps
         self.link.complete(message.request_id, result=result)
+
+    def on_OpenRelay(self, message) -> None:
+        port = 10 + int(self.link.node_id.rpartition("-")[2])
+        place = Rendezvous(transport="tcp", host=message.towards, port=port, world_size=2)
+        self.link.complete(message.request_id, result={"rendezvous": [place.model_dump_json()]})
+
+    def on_JoinTransferGroup(self, message) -> None:
+        self.joins.append(
+            (message.rendezvous.port, [r.port for r in message.before], message.relays)
+        )
+        self.link.complete(message.request_id)
 
     def on_UseEdges(self, message) -> None:
         self.tables.append((message.changed_only, message.tables))

@@ -185,3 +185,47 @@ def test_one_that_never_recovers_does_not_stop_the_others(run):
     )  # the job's two, and two resyncs of three attempts
     assert run.client.status().version == 1 and run.b.left_alias and run.b.served == [V0]
     assert run.a.log.count("ReceiveWeights") == received and run.a.log[-1] == "CommitUpdate"
+
+
+def test_in_a_chain_the_trainer_sends_to_the_first_and_a_failure_is_followed_by_none(tmp_path):
+    """The replica after the one that failed may be blamed first, so nobody is left out for it."""
+    with Run(tmp_path, replicas=3, chain=True) as run:
+        trainer = run.trainer()
+        a, b, c = (run.replica(trainer, n) for n in range(3))
+        opened = []
+
+        def open_group(message):
+            opened.append(sorted(message.replicas))
+            trainer.on_OpenTransferGroup(message)
+            trainer.script["OpenTransferGroup"] = open_group
+
+        trainer.script["OpenTransferGroup"] = open_group
+        assert run.client.run(InitialSync()).replicas == [f"inference-{n}" for n in range(3)]
+        assert opened == [["inference-0"]]
+        assert a.joins == [(1, [], True)]
+        assert b.joins == [(1, [10], True)] and c.joins == [(1, [11], False)]
+        fails = [2]
+
+        def fail(message):
+            fails[0] -= 1
+            if fails[0]:
+                c.script["ReceiveWeights"] = fail
+            c.stand_still(message)
+            c.refuse(message, code=ErrorCode.TRANSFER_FAILED)
+
+        c.script["ReceiveWeights"] = fail
+        result = run.client.run(JOB, buffers=BUFFERS, timeout_s=30)
+        assert (result.version, result.attempts, result.left_out) == (1, 3, {})
+        assert opened[1:] == [[f"inference-{n}" for n in range(3)]] * 2
+        assert b.joins[-1] == (1, [], False)
+        assert a.served[-1] == b.served[-1] == c.served[-1] == V1
+
+
+def test_replicas_with_different_numbers_of_workers_form_no_chain(tmp_path, monkeypatch):
+    with Run(tmp_path, replicas=2, chain=True) as run:
+        trainer = run.trainer()
+        a = run.replica(trainer, 0)
+        monkeypatch.setattr(FakeReplica, "detail", FakeReplica.detail | {"workers": 2})
+        b = run.replica(trainer, 1)
+        run.client.run(InitialSync())
+        assert a.joins == b.joins == [(1, [], False)]

@@ -50,6 +50,7 @@ BLOCKS = "tests/trainer_node/hf/test_fp8_blocks.py"
 READAPTED = "tests/trainer_node/state/test_readapted.py::test_a_new_adapter_is_one_from_the_start"
 PROBE = "tests/trainer_node/layout/test_probe.py"
 KERNELS = "tests/trainer_node/model/test_kernels.py::test_attention_kernels_are_checked[gemma3]"
+CHAIN = "tests/orchestrator/test_replicas.py::test_in_a_chain_the_trainer_sends_to_the_first_and_a_failure_is_followed_by_none"
 BEGUN = "tests/trainer_node/training/test_begun.py::test_one_rank[dense_tied]"
 ONE_RANK = f"{OPERATIONS}::test_one_rank_equals_transformers_and_peft[dense_untied]"
 FULL_ONE_RANK = "tests/trainer_node/training/test_full.py::test_two_steps_equal_transformers[moe]"
@@ -149,6 +150,12 @@ MUTANTS = [
     Mutant("a step is asked for twice by an orchestrator that was restarted", "tests/orchestrator/test_resume.py::test_killed_while_idle_and_in_the_step",
            "orchestrator/trainer_requests.py", "TrainerRequests.ask",
            'f"{request.request_id}-{incarnation[:12]}"', 'new_id("again")'),
+    Mutant("the replica after the one that failed is blamed", CHAIN,
+           "orchestrator/publication/publisher.py", "Publisher.publish",
+           "isinstance(failure, JobFailed) and not publication.chain:", "isinstance(failure, JobFailed):"),
+    Mutant("a failed chain is tried again", CHAIN,
+           "orchestrator/publication/publisher.py", "Publisher.publish",
+           "replace(publication, chain=False)", "replace(publication)"),
     Mutant("a batch that was begun is used for any other", BEGUN,
            "trainer_node/training/ahead.py", "Ahead.take",
            "not _are_same(announced, self._buffers, message, buffers):", "False:"),

@@ -19,7 +19,7 @@ AnyMessage = (
     | trainer.EncodeChanges | trainer.SendWeights | trainer.AbortSend
     | trainer.ReleaseMemory | trainer.StartTrainer | trainer.StopTrainer
     # orchestrator -> inference node
-    | inference.JoinTransferGroup | inference.LeaveTransferGroup
+    | inference.OpenRelay | inference.JoinTransferGroup | inference.LeaveTransferGroup
     | inference.PrepareUpdate | inference.UseEdges | inference.PrepareShadow
     | inference.ReceiveWeights | inference.SwapWeights | inference.CheckCanary
     | inference.CommitUpdate | inference.AbortUpdate | inference.LeaveAlias

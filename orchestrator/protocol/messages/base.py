@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from orchestrator.errors import ConfigError
 from orchestrator.errors import ErrorCode as ErrorCode
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 """The orchestrator answers `Rejected` to peers of another version."""
 
 Transport = Literal["tcp", "nccl"]

@@ -12,15 +12,38 @@ from orchestrator.protocol.messages.base import (
     PauseMode,
     PublicationMode,
     Request,
+    Transport,
 )
 from orchestrator.protocol.messages.manifest import Manifest, Rendezvous
 
 
 class JoinTransferGroup(Request):
-    """All workers join the trainer's group, and leave any earlier one first."""
+    """All workers join the trainer's group, and leave any earlier one first.
+
+    In a chain of replicas only the first one does. Each worker of another joins the worker of the
+    same position in the replica before it.
+    """
 
     kind: Literal["JoinTransferGroup"] = "JoinTransferGroup"
     rendezvous: Rendezvous
+    before: tuple[Rendezvous, ...] = ()
+    """By position, where the workers of the replica before this one listen. Empty: join the
+    trainer at `rendezvous`."""
+    relays: bool = False
+    """Whether each worker passes on what arrives, to the worker that joins where `OpenRelay` has it
+    listen."""
+
+
+class OpenRelay(Request):
+    """Each worker listens for the worker of the same position in the next replica of a chain.
+
+    `Completed.result["rendezvous"]` has a `Rendezvous` as JSON for each worker, by position.
+    """
+
+    kind: Literal["OpenRelay"] = "OpenRelay"
+    transport: Transport
+    towards: str
+    """tcp: the trainer's host. Workers listen at their own address on the route to it."""
 
 
 class LeaveTransferGroup(Request):

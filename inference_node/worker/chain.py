@@ -1,0 +1,159 @@
+"""This worker's place in the transfer groups, also in a chain of replicas.
+
+The trainer sends to the first replica of a chain. Each worker passes on what arrives to the worker
+of the same position in the next replica: the two are a group of their own. All replicas have the
+same layout, so a worker needs to know nothing more.
+
+On CUDA a buffer leaves while the next one arrives. Over TCP calls block, so a chain takes twice as
+long as one replica, however many replicas follow.
+
+Axes: B = bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from orchestrator.processes.interfaces import address_towards
+from orchestrator.protocol.messages import JoinTransferGroup, OpenRelay, Rendezvous
+from weight_transfer.groups import GroupListener, TransferGroup, join_tcp, open_listener
+
+
+def listen(request: OpenRelay, *, device: torch.device) -> GroupListener:
+    """Listen for the worker after this one.
+
+    Raises:
+        ConfigError: see `weight_transfer.groups.open_listener`.
+    """
+    if request.transport == "nccl":
+        from inference_node.worker.nccl_group import NcclRelay
+
+        return NcclRelay(device)
+    host = address_towards(request.towards)
+    return open_listener(transport="tcp", host=host, world_size=2, device=device)
+
+
+def join(
+    request: JoinTransferGroup,
+    *,
+    position: int,
+    relay: GroupListener | None,
+    device: torch.device,
+) -> TransferGroup:
+    """Join the trainer, or the worker before this one, and wait for the one after it.
+
+    Args:
+        relay: where the next worker joins; used if the request says so.
+
+    Raises:
+        TransferTimeout, TransferError: a group did not form.
+    """
+    deadline = time.monotonic() + request.deadline_s
+    if not request.before:
+        rank = request.rendezvous.senders + position
+        group = _join(request.rendezvous, rank, device, request.deadline_s)
+    else:
+        group = _join(request.before[position], 1, device, request.deadline_s)
+    if not request.before and not request.relays:
+        return group
+    after: TransferGroup | None = None
+    if request.relays:
+        try:
+            assert relay is not None, "OpenRelay comes first"
+            after = relay.join(max(0.001, deadline - time.monotonic()))
+        except BaseException:
+            group.close()
+            raise
+    return Relayed(group, after, is_first=not request.before)
+
+
+def _join(
+    rendezvous: Rendezvous, rank: int, device: torch.device, deadline_s: float
+) -> TransferGroup:
+    if rendezvous.transport == "tcp":
+        return join_tcp(rendezvous, rank=rank, deadline_s=deadline_s)
+    from inference_node.worker.nccl_group import join_nccl
+
+    return join_nccl(rendezvous, rank=rank, device=device, deadline_s=deadline_s)
+
+
+class Relayed:
+    """A worker's `TransferGroup` in a chain.
+
+    Args:
+        before: where bytes arrive.
+        after: where they leave. None: this is the last replica.
+        is_first: bytes arrive from the trainer's ranks, else all from one worker.
+    """
+
+    def __init__(
+        self, before: TransferGroup, after: TransferGroup | None, *, is_first: bool
+    ) -> None:
+        self._before, self._after, self._is_first = before, after, is_first
+        self._stream: torch.cuda.Stream | None = None
+
+    def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event | None:
+        """Receive a buffer, and pass it on; see `TransferGroup.broadcast`."""
+        deadline = time.monotonic() + deadline_s
+        event = self._before.broadcast(buffer_B, deadline_s=deadline_s)
+        return self._pass_on(
+            event, deadline, lambda after, left_s: after.broadcast(buffer_B, deadline_s=left_s)
+        )
+
+    def send(
+        self, messages: Sequence[tuple[int, torch.Tensor]], *, deadline_s: float
+    ) -> torch.cuda.Event | None:
+        """Refuse: this end only receives."""
+        raise ValueError("a worker's group sends nothing")
+
+    def receive(
+        self, messages: Sequence[tuple[int, torch.Tensor]], *, deadline_s: float
+    ) -> torch.cuda.Event | None:
+        """Receive buffers, and pass them on in the same order; see `TransferGroup.receive`."""
+        deadline = time.monotonic() + deadline_s
+        passed = [(0, buffer_B) for _, buffer_B in messages]
+        event = self._before.receive(messages if self._is_first else passed, deadline_s=deadline_s)
+        return self._pass_on(
+            event, deadline, lambda after, left_s: after.send(passed, deadline_s=left_s)
+        )
+
+    def _pass_on(
+        self,
+        arrived: torch.cuda.Event | None,
+        deadline: float,
+        send: Callable[[TransferGroup, float], torch.cuda.Event | None],
+    ) -> torch.cuda.Event | None:
+        """Returns the event after which the buffer may be used again."""
+        if self._after is None:
+            return arrived
+        left_s = max(0.001, deadline - time.monotonic())
+        if arrived is None:
+            return send(self._after, left_s)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(arrived)
+            return send(self._after, left_s)
+
+    def synchronize(self, event: torch.cuda.Event, *, deadline_s: float) -> None:
+        """See `TransferGroup.synchronize`. What has left has arrived."""
+        (self._after or self._before).synchronize(event, deadline_s=deadline_s)
+
+    def abort(self, reason: str) -> None:
+        """End both groups: the workers before and after this one learn of it.
+
+        First the one that `synchronize` asks: an aborted receive completes its event without its
+        bytes.
+        """
+        if self._after is not None:
+            self._after.abort(reason)
+        self._before.abort(reason)
+
+    def close(self) -> None:
+        """See `TransferGroup.close`."""
+        if self._after is not None:
+            self._after.close()
+        self._before.close()

@@ -1,0 +1,164 @@
+"""A chain of three replicas over TCP: what arrives at the first is passed on to the last; whoever
+ends, ends all."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from inference_node.worker import chain
+from orchestrator.errors import TransferError, TransferTimeout
+from orchestrator.protocol.messages import JoinTransferGroup, OpenRelay, Rendezvous
+from weight_transfer.groups import GroupListener, TransferGroup, open_listener
+
+CPU, DEADLINE_S, SIZES = torch.device("cpu"), 20.0, (70_001, 3)
+
+
+def message(sender: int, n: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * sender + n)
+    return torch.randint(0, 256, (SIZES[n],), dtype=torch.uint8, generator=generator)
+
+
+class Chain:
+    """Trainer ranks, and the only worker of each of three replicas, joined."""
+
+    def __init__(self, senders: int) -> None:
+        self.pool = ThreadPoolExecutor(8)
+        listeners = [
+            open_listener(
+                transport="tcp",
+                host="127.0.0.1",
+                world_size=senders + 1,
+                device=CPU,
+                senders=senders,
+                rank=rank,
+            )
+            for rank in range(senders)
+        ]
+        everyones = [one.rendezvous for one in listeners]
+        place = next(iter([one.meet(everyones) for one in listeners]))
+        relays = [
+            chain.listen(
+                OpenRelay(request_id="r", deadline_s=9, transport="tcp", towards="127.0.0.1"),
+                device=CPU,
+            )
+            for _ in range(2)
+        ]
+        senders_join = [self.pool.submit(one.join, DEADLINE_S) for one in listeners]
+        before = [None, *(one.rendezvous for one in relays)]
+        workers_join = [
+            self.pool.submit(join, place, before[n], relay)
+            for n, relay in enumerate([*relays, None])
+        ]
+        self.senders = [one.result(DEADLINE_S) for one in senders_join]
+        self.workers: list[TransferGroup] = [one.result(DEADLINE_S) for one in workers_join]
+
+    def close(self) -> None:
+        for group in [*self.workers, *self.senders]:
+            group.close()
+        self.pool.shutdown()
+
+
+def join(
+    place: Rendezvous, before: Rendezvous | None, relay: GroupListener | None
+) -> TransferGroup:
+    request = JoinTransferGroup(
+        request_id="j",
+        deadline_s=DEADLINE_S,
+        rendezvous=place,
+        before=() if before is None else (before,),
+        relays=relay is not None,
+    )
+    return chain.join(request, position=0, relay=relay, device=CPU)
+
+
+@pytest.fixture
+def made(request):
+    chained = Chain(request.param)
+    yield chained
+    chained.close()
+
+
+def received(futures: list[Future[Any]]) -> list[Any]:
+    return [future.result(DEADLINE_S) for future in futures]
+
+
+@pytest.mark.parametrize("made", [1, 2], indirect=True, ids=["one sender", "two senders"])
+def test_every_byte_reaches_every_replica(made: Chain) -> None:
+    senders = range(len(made.senders))
+    for _ in range(2):
+        sent = [
+            made.pool.submit(
+                made.senders[s].send, [(0, message(s, n)) for n in range(2)], deadline_s=DEADLINE_S
+            )
+            for s in senders
+        ]
+        got = [
+            [(s, torch.zeros(SIZES[n], dtype=torch.uint8)) for s in senders for n in range(2)]
+            for _ in made.workers
+        ]
+        received(
+            [
+                made.pool.submit(worker.receive, mine, deadline_s=DEADLINE_S)
+                for worker, mine in zip(made.workers, got, strict=True)
+            ]
+        )
+        received(sent)
+        for mine in got:
+            for at, (s, buffer_B) in enumerate(mine):
+                assert torch.equal(buffer_B, message(s, at % 2))
+        whole = [torch.zeros(SIZES[0], dtype=torch.uint8) for _ in made.workers]
+        sent = [
+            made.pool.submit(one.broadcast, message(0, 0), deadline_s=DEADLINE_S)
+            for one in made.senders
+        ]
+        received(
+            [
+                made.pool.submit(worker.broadcast, buffer_B, deadline_s=DEADLINE_S)
+                for worker, buffer_B in zip(made.workers, whole, strict=True)
+            ]
+        )
+        received(sent)
+        assert all(torch.equal(buffer_B, message(0, 0)) for buffer_B in whole)
+        assert [worker.receive([], deadline_s=1.0) for worker in made.workers] == [None] * 3
+
+
+def updates_until_it_fails(group: TransferGroup) -> None:
+    """As an engine: an end whose update failed leaves its group."""
+    try:
+        while True:
+            group.broadcast(torch.zeros(1 << 20, dtype=torch.uint8), deadline_s=DEADLINE_S)
+    finally:
+        group.close()
+
+
+@pytest.mark.parametrize("made", [1], indirect=True)
+@pytest.mark.parametrize("ended", [0, 1, 2])
+def test_a_replica_that_ends_ends_the_others(made: Chain, ended: int) -> None:
+    """Nobody waits for its deadline."""
+    ends = [*made.senders, *made.workers]
+    running = [made.pool.submit(updates_until_it_fails, end) for end in ends]
+    time.sleep(0.2)
+    began = time.monotonic()
+    made.workers[ended].abort("it ended")
+    outcomes = [one.exception(DEADLINE_S) for one in running]
+    assert all(isinstance(error, TransferError) for error in outcomes), outcomes
+    assert not any(isinstance(error, TransferTimeout) for error in outcomes), outcomes
+    assert time.monotonic() - began < DEADLINE_S / 2
+
+
+def test_a_next_replica_that_does_not_come_ends_the_join() -> None:
+    listener = open_listener(transport="tcp", host="127.0.0.1", world_size=2, device=CPU)
+    relay = open_listener(transport="tcp", host="127.0.0.1", world_size=2, device=CPU)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(listener.join, DEADLINE_S)
+        request = JoinTransferGroup(
+            request_id="j", deadline_s=1.0, rendezvous=listener.rendezvous, relays=True
+        )
+        with pytest.raises(TransferTimeout):
+            chain.join(request, position=0, relay=relay, device=CPU)
+        joining.result(DEADLINE_S).close()

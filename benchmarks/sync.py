@@ -316,6 +316,7 @@ def _trained(cluster: Cluster, name: str, samples: int) -> Iterator[Case]:
     settings = {
         "alias": result.alias,
         "bytes_sent": result.bytes_sent,
+        "seconds": result.seconds,
         "unverified": result.unverified,
         "metrics": result.metrics,
         "warnings": result.warnings,

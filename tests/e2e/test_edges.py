@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,18 +17,23 @@ from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
 
 pytestmark = pytest.mark.timeout(900)
 train = partial(trained, lr=5e-3)
+IN_PLACE, SHADOW, CHAIN = {"mode": "in_place"}, {"mode": "shadow"}, {"chain": True}
 
 
 @pytest.mark.parametrize(
-    ("arch", "parallel", "workers", "replicas", "mode"),
+    ("arch", "parallel", "workers", "replicas", "publication"),
     [
-        pytest.param("qwen3_moe", {"expert": 2}, 2, 1, "in_place", id="ep2-tp2"),
-        pytest.param("qwen3", {"tensor": 2}, 1, 2, "shadow", id="tp2-rep2-shadow"),
-        pytest.param("qwen3", {}, 2, 1, "shadow", id="1-tp2-shadow", marks=pytest.mark.whole),
-        pytest.param("qwen3_moe", {"world_size": 3}, 1, 1, "in_place", id="dp3-1",
+        pytest.param("qwen3_moe", {"expert": 2}, 2, 1, IN_PLACE, id="ep2-tp2"),
+        pytest.param("qwen3", {"tensor": 2}, 1, 2, SHADOW, id="tp2-rep2-shadow"),
+        pytest.param("qwen3", {}, 2, 1, SHADOW, id="1-tp2-shadow", marks=pytest.mark.whole),
+        pytest.param("qwen3_moe", {"world_size": 3}, 1, 1, IN_PLACE, id="dp3-1",
                      marks=pytest.mark.whole),
-        pytest.param("qwen3", {"pipeline": 2}, 2, 1, "in_place", id="pp2-tp2",
+        pytest.param("qwen3", {"pipeline": 2}, 2, 1, IN_PLACE, id="pp2-tp2",
                      marks=pytest.mark.whole),
+        pytest.param("qwen3_moe", {"expert": 2}, 2, 2, IN_PLACE | CHAIN, id="ep2-tp2-chain2",
+                     marks=pytest.mark.whole),
+        pytest.param("qwen3", {"tensor": 2}, 1, 2, SHADOW | CHAIN | {"send": "elements"},
+                     id="tp2-chain2-elements", marks=pytest.mark.whole),
     ],
 )  # fmt: skip
 def test_every_rank_sends_and_all_tensors_verify(
@@ -37,13 +43,13 @@ def test_every_rank_sends_and_all_tensors_verify(
     parallel: dict[str, int],
     workers: int,
     replicas: int,
-    mode: str,
+    publication: dict[str, Any],
 ) -> None:
     run = RunFile(
         name="tiny",
         model=models[arch],
         run_dir=tmp_path / "run",
-        publication={"mode": mode},
+        publication=publication,
         trainer={"python": TRAINER_PYTHON, "parallel": parallel},
         inference={
             "python": INFERENCE_PYTHON,
@@ -61,6 +67,8 @@ def test_every_rank_sends_and_all_tensors_verify(
     for result in results:
         assert result.num_verified == result.num_tensors and not result.unverified
         assert len(result.replicas) == replicas
-    assert {r.mode for r in results[1:3]} == {mode}
+    assert {r.mode for r in results[1:3]} == {publication["mode"]}
+    if "send" in publication:
+        assert {r.sent for r in results[1:3]} == {publication["send"]}
     log = (run.run_dir / "logs" / "orchestrator.log").read_text()
     assert "every rank sends each worker its own" in log

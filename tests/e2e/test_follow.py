@@ -60,8 +60,13 @@ def wait_served(folder, name: str) -> list[float]:
 
 
 @pytest.mark.whole
-def test_a_run_serves_merged_what_another_one_serves_as_adapters_through_s3(
-    models, tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    ("table", "line"),
+    [("publication", 'rollout_weights = "lora"'), ("trainer", 'finetuning_type = "full"')],
+    ids=["adapters", "all-parameters"],
+)
+def test_a_run_follows_through_s3_whatever_the_other_one_trains_and_serves(
+    models, tmp_path, monkeypatch, table, line
 ):
     origin, there, store = tmp_path / "origin", tmp_path / "there", "s3://bucket/chain"
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -81,8 +86,8 @@ def test_a_run_serves_merged_what_another_one_serves_as_adapters_through_s3(
     for folder in (origin, there):
         splice("init", folder, *options, "--inference-python", INFERENCE_PYTHON)
     file = origin / "run.toml"
-    table = "[publication]\n"
-    file.write_text(file.read_text().replace(table, table + 'rollout_weights = "lora"\n'))
+    head = f"[{table}]\n"
+    file.write_text(file.read_text().replace(head, f"{head}{line}\n"))
     try:
         splice("up", origin)
         train(origin / "run")

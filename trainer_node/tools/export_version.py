@@ -64,16 +64,17 @@ class Exporting:
             loading.load(trainer, version, with_moments=False)
 
     def take(self, version: Path) -> None:
-        """Take another version of the same run, whose adapters are of the same kind.
+        """Take another version of the same run, whose adapters, if any, are of the same kind.
 
         Raises:
-            ConfigError: its adapters are of another kind, or the run trains all parameters: a load
-                repairs what a crash left, and the run may be up.
+            ConfigError: its adapters are of another kind.
         """
         meta, config = _meta_of(version), self._trainer.model.config
-        if meta["finetuning_type"] != "lora" or LoraConfig(**meta["lora"]) != config.lora:
+        is_lora = meta["finetuning_type"] == "lora"
+        if is_lora and LoraConfig(**meta["lora"]) != config.lora:
             raise ConfigError(f"{version} has other adapters than the version before; start again")
-        self._trainer.load_adapter(version / "adapter")
+        if is_lora:
+            self._trainer.load_adapter(version / "adapter")
         self._round(version, meta)
 
     def write(self, out: Path) -> list[str]:

@@ -55,9 +55,6 @@ class Mirror:
         keep: int,
         device: str,
     ) -> None:
-        if config.finetuning_type == "full":
-            # A load repairs what a crash left, and the run may be up.
-            raise ConfigError("a run that trains all parameters cannot be mirrored")
         self._config, self._run_dir, self._store, self._name = config, run_dir, to, name
         self._key, self._full_every, self._keep, self._device = key, full_every, keep, device
         self._work = run_dir / "mirror"
@@ -81,7 +78,7 @@ class Mirror:
         source = self._run_dir / "versions" / str(number)
         try:
             self._export(source, out)
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             if (source / MARKER).exists():
                 raise
             raise StoreError(f"the run has deleted version {number} meanwhile: {error}") from error
@@ -97,6 +94,11 @@ class Mirror:
         log.info("wrote %s@%d %s in %.1f s; deleted %s", self._name, number, how, seconds, gone)
 
     def _export(self, source: Path, out: Path) -> None:
+        if self._config.finetuning_type == "full":
+            # A load repairs what a crash left, and the run may be up: load a folder of links.
+            links = self._work / "links"
+            shutil.rmtree(links, ignore_errors=True)
+            source = shutil.copytree(source, links, copy_function=_link)
         if self._exporting is None:
             self._exporting = Exporting(self._config, source, device=self._device)
         else:
@@ -116,6 +118,10 @@ class Mirror:
         except StoreError as error:
             log.warning("%s; the next version is written whole", error)
             return None
+
+
+def _link(source: str, to: str) -> None:
+    os.link(source, to)
 
 
 def private_key(file: Path) -> str:

@@ -109,8 +109,20 @@ def test_another_runs_store_is_refused_by_name(monkeypatch, tmp_path, caplog):
     assert "has version 7 already" in caplog.text
 
 
-def test_a_run_that_trains_all_parameters_is_refused_before_anything_is_loaded(tmp_path):
+def test_a_version_of_all_parameters_is_read_from_links(monkeypatch, tmp_path):
+    """A load repairs its folder, and the run's must stay as it is. What is linked does not stay."""
+    run, to = made(tmp_path / "run", 1), Store(str(tmp_path / "store"))
+    (run / "versions/1/weights").mkdir()
+    (run / "versions/1/weights/part").write_text("1")
+
+    def take(files: Files, version: Path) -> None:
+        files.number = int((version / "weights/part").read_text())
+        (version / "weights/part").unlink()
+
+    monkeypatch.setattr(Files, "take", take)
     config = TrainerConfig(model=Path("model"), finetuning_type="full")
     more = {"name": "m", "key": PRIVATE, "full_every": 50, "keep": 100, "device": "cpu"}
-    with pytest.raises(ConfigError, match="trains all parameters cannot be mirrored"):
-        tool.Mirror(config, tmp_path, Store(str(tmp_path / "store")), **more)
+    tool.Mirror(config, run, to, **more).write(1)
+    assert fetched(to, 1, tmp_path / "1") == 1
+    assert (run / "versions/1/weights/part").read_text() == "1"
+    assert [path.name for path in (run / "mirror").iterdir()] == ["1"]

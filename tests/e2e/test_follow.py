@@ -61,12 +61,15 @@ def wait_served(folder, name: str) -> list[float]:
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    ("table", "line"),
-    [("publication", 'rollout_weights = "lora"'), ("trainer", 'finetuning_type = "full"')],
+    ("old", "new"),
+    [
+        ("[publication]\n", '[publication]\nrollout_weights = "lora"\n'),
+        ('finetuning_type = "lora"', 'finetuning_type = "full"'),
+    ],
     ids=["adapters", "all-parameters"],
 )
 def test_a_run_follows_through_s3_whatever_the_other_one_trains_and_serves(
-    models, tmp_path, monkeypatch, table, line
+    models, tmp_path, monkeypatch, old, new
 ):
     origin, there, store = tmp_path / "origin", tmp_path / "there", "s3://bucket/chain"
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -86,8 +89,8 @@ def test_a_run_follows_through_s3_whatever_the_other_one_trains_and_serves(
     for folder in (origin, there):
         splice("init", folder, *options, "--inference-python", INFERENCE_PYTHON)
     file = origin / "run.toml"
-    head = f"[{table}]\n"
-    file.write_text(file.read_text().replace(head, f"{head}{line}\n"))
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
     try:
         splice("up", origin)
         train(origin / "run")

@@ -129,6 +129,9 @@ def _model(trainer: Trainer, run: Callable[[int], None]) -> MemoryModel:
 
     Args:
         run: makes a pass over this many tokens.
+
+    Raises:
+        ConfigError: there is no room for any. On every rank alike.
     """
     samples: list[tuple[int, int]] = []
     for tokens in FIRST_PROBES:
@@ -137,6 +140,13 @@ def _model(trainer: Trainer, run: Callable[[int], None]) -> MemoryModel:
         if not _same_on_all(int(bound <= _room(trainer)), trainer):
             break
         samples.append((tokens, _peak(trainer, tokens, run)))
+    if not samples:
+        free_gb, missing_gb = free_bytes() / 1e9, -_room(trainer) / 1e9
+        raise ConfigError(
+            f"no memory for a pack: {free_gb:.1f} GB of the GPU are free, and gradients, moments "
+            f"and publications take {missing_gb:.1f} GB more than that; look for other processes "
+            "on the GPU (nvidia-smi), or use more parallel.tensor, expert or pipeline"
+        )
     if len(samples) == 1:
         return MemoryModel(fixed_bytes=0.0, bytes_per_token=samples[0][1] / samples[0][0])
     # Another one near the middle of what these promise: small packs say little about the slope.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LoraConfig, TrainerConfig
 from trainer_node.training import memory_model, pack_size
 from trainer_node.training.memory_model import MemoryModel, RankMemory, choose, fit
@@ -108,6 +109,15 @@ def test_one_way_may_be_ruled_out() -> None:
     none, full = memory(60, recomputed=None), memory(60, kept=None)
     assert (none.share(10**6), none.pack_tokens, none.longest_trained) == (0.0, 23_040, 25_200)
     assert (full.share(1), full.pack_tokens, full.longest_trained) == (1.0, 65_536, 124_000)
+
+
+def test_a_gpu_that_others_have_filled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one probe has room."""
+    monkeypatch.setattr(pack_size, "_room", lambda _: -2_500_000_000)
+    monkeypatch.setattr(pack_size, "_same_on_all", lambda value, _: value)
+    monkeypatch.setattr(pack_size, "free_bytes", lambda: 1_000_000_000)
+    with pytest.raises(ConfigError, match=r"1\.0 GB of the GPU are free.* 2\.5 GB more than that"):
+        pack_size._model(None, lambda _: pytest.fail("a probe ran"))  # type: ignore[arg-type]
 
 
 def test_ranks_exchange_what_they_measured() -> None:

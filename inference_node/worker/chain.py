@@ -4,8 +4,8 @@ The trainer sends to the first replica of a chain. Each worker passes on what ar
 of the same position in the next replica: the two are a group of their own. All replicas have the
 same layout, so a worker needs to know nothing more.
 
-On CUDA a buffer leaves while the next one arrives. Over TCP calls block, so a chain takes twice as
-long as one replica, however many replicas follow.
+Over NCCL a buffer leaves while the next one arrives. Over TCP calls block: on links of equal speed
+a chain takes twice as long as one replica, however many replicas follow.
 
 Axes: B = bytes.
 """

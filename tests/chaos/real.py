@@ -48,8 +48,11 @@ TOPOLOGIES: dict[str, tuple[str, dict[str, int], int, int]] = {
     "1-1": ("qwen3", {}, 1, 1),
     "tp2-rep2": ("qwen3", {"tensor": 2}, 1, 2),
     "ep2-tp2": ("qwen3_moe", {"expert": 2}, 2, 1),
+    "tp2-chain2": ("qwen3", {"tensor": 2}, 1, 2),
+    "1-chain3": ("qwen3", {}, 1, 3),
 }
-"""Name -> architecture, the trainer's parallel sizes, workers of a replica, replicas."""
+"""Name -> architecture, the trainer's parallel sizes, workers of a replica, replicas. In a chain,
+replicas pass on what they receive."""
 SAME_NATS = 1e-4
 """Two answers of one version differ by less; those of two versions by more, with this learning
 rate.
@@ -167,7 +170,10 @@ def run_real(seed: str, minutes: float, folder: Path, topology: str | None = Non
         model=model,
         run_dir=folder / "run",
         orchestrator={"keep_versions": 3},
-        publication={"mode": dice.choice(("in_place", "shadow"))},
+        publication={
+            "mode": dice.choice(("in_place", "shadow")),
+            "chain": "chain" in (topology or drawn),
+        },
         trainer={
             "max_restarts": 1000,
             "loss_modules": ("tests.trainer_node.launcher.poison",),

@@ -94,6 +94,8 @@ class Relayed:
     ) -> None:
         self._before, self._after, self._is_first = before, after, is_first
         self._stream: torch.cuda.Stream | None = None
+        self._leaving: torch.cuda.Event | None = None
+        """Event after the last buffer has left. None: the host has waited for it."""
 
     def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event | None:
         """Receive a buffer, and pass it on; see `TransferGroup.broadcast`."""
@@ -132,15 +134,22 @@ class Relayed:
         left_s = max(0.001, deadline - time.monotonic())
         if arrived is None:
             return send(self._after, left_s)
+        if self._leaving is None:
+            # It may be an update's first buffer. An aborted receive completes its event without
+            # its bytes, and the next replica would write what is there instead.
+            self._before.synchronize(arrived, deadline_s=left_s)
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(arrived)
-            return send(self._after, left_s)
+            self._leaving = send(self._after, max(0.001, deadline - time.monotonic()))
+            return self._leaving
 
     def synchronize(self, event: torch.cuda.Event, *, deadline_s: float) -> None:
         """See `TransferGroup.synchronize`. What has left has arrived."""
         (self._after or self._before).synchronize(event, deadline_s=deadline_s)
+        if event is self._leaving:
+            self._leaving = None
 
     def abort(self, reason: str) -> None:
         """End both groups: the workers before and after this one learn of it.

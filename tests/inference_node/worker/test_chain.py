@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from inference_node.worker import chain
-from orchestrator.errors import TransferError, TransferTimeout
+from orchestrator.errors import TransferAborted, TransferError, TransferTimeout
 from orchestrator.protocol.messages import JoinTransferGroup, OpenRelay, Rendezvous
 from weight_transfer.groups import GroupListener, TransferGroup, open_listener
 
@@ -149,6 +149,58 @@ def test_a_replica_that_ends_ends_the_others(made: Chain, ended: int) -> None:
     assert all(isinstance(error, TransferError) for error in outcomes), outcomes
     assert not any(isinstance(error, TransferTimeout) for error in outcomes), outcomes
     assert time.monotonic() - began < DEADLINE_S / 2
+
+
+class Event:
+    """A CUDA event's stand-in."""
+
+
+class Queued:
+    """Queues calls as NCCL does: the host goes on, and an abort completes a receipt's event."""
+
+    def __init__(self) -> None:
+        self.calls, self.waited, self.reason = list[Event](), list[Event](), ""
+
+    def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> Any:
+        self.calls.append(Event())
+        return self.calls[-1]
+
+    def synchronize(self, event: Any, *, deadline_s: float) -> None:
+        self.waited.append(event)
+        if self.reason:
+            raise TransferAborted(self.reason)
+
+
+def queued(monkeypatch: pytest.MonkeyPatch) -> tuple[chain.Relayed, Queued, Queued]:
+    class Stream:
+        def wait_event(self, event: Event) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    before, after = Queued(), Queued()
+    ends: Any = (before, after)
+    return chain.Relayed(*ends, is_first=True), before, after
+
+
+def test_an_updates_first_buffer_is_not_passed_on_if_an_abort_ended_its_receipt(monkeypatch):
+    """NCCL would send what is in the buffer, and the next replica's first chunk would be whole."""
+    relayed, before, after = queued(monkeypatch)
+    before.reason = "the trainer is gone"
+    with pytest.raises(TransferAborted):
+        relayed.broadcast(torch.zeros(1, dtype=torch.uint8), deadline_s=1.0)
+    assert not after.calls
+
+
+def test_later_buffers_are_queued_without_a_wait_until_an_update_ends(monkeypatch):
+    relayed, before, after = queued(monkeypatch)
+    for _ in range(3):
+        relayed.broadcast(torch.zeros(1, dtype=torch.uint8), deadline_s=1.0)
+    relayed.synchronize(after.calls[1], deadline_s=1.0)
+    relayed.broadcast(torch.zeros(1, dtype=torch.uint8), deadline_s=1.0)
+    assert before.waited == before.calls[:1] and len(after.calls) == 4
+    relayed.synchronize(after.calls[-1], deadline_s=1.0)
+    relayed.broadcast(torch.zeros(1, dtype=torch.uint8), deadline_s=1.0)
+    assert before.waited == [before.calls[0], before.calls[4]]
 
 
 def test_a_next_replica_that_does_not_come_ends_the_join() -> None:

@@ -142,8 +142,13 @@ def open_listener(
     return NcclListener(host=host, world_size=world_size, device=device, senders=senders, rank=rank)
 
 
-def join_tcp(rendezvous: Rendezvous, *, rank: int, deadline_s: float) -> TransferGroup:
-    """Join the trainer's TCP group as the worker of this rank (`rendezvous.senders` and more).
+def join_tcp(
+    rendezvous: Rendezvous, *, rank: int, deadline_s: float, other_end: str = "the trainer"
+) -> TransferGroup:
+    """Join a TCP group as the worker of this rank (`rendezvous.senders` and more).
+
+    Args:
+        other_end: whom the errors name.
 
     Raises:
         ConfigError: the rendezvous is not tcp's or lacks a sender, or the rank is not a worker's.
@@ -152,4 +157,4 @@ def join_tcp(rendezvous: Rendezvous, *, rank: int, deadline_s: float) -> Transfe
     """
     from weight_transfer.socket_group import join
 
-    return join(rendezvous, rank=rank, deadline_s=deadline_s)
+    return join(rendezvous, rank=rank, deadline_s=deadline_s, other_end=other_end)

@@ -341,7 +341,9 @@ class SocketListener:
             listening.close()
 
 
-def join(rendezvous: Rendezvous, *, rank: int, deadline_s: float) -> SocketGroup:
+def join(
+    rendezvous: Rendezvous, *, rank: int, deadline_s: float, other_end: str = "the trainer"
+) -> SocketGroup:
     """See `groups.join_tcp`."""
     senders = rendezvous.senders
     everyones = (rendezvous, *rendezvous.others)
@@ -359,23 +361,28 @@ def join(rendezvous: Rendezvous, *, rank: int, deadline_s: float) -> SocketGroup
     with contextlib.ExitStack() as opened:
         # One after the other, in the same order on every worker, as each waits for all workers.
         connections = {
-            sender: opened.enter_context(_join_one(one, rank=rank, deadline=deadline))
+            sender: opened.enter_context(
+                _join_one(one, rank=rank, deadline=deadline, other_end=other_end)
+            )
             for sender, one in enumerate(everyones)
         }
         opened.pop_all()
     return SocketGroup(rank=rank, senders=senders, connections=connections)
 
 
-def _join_one(rendezvous: Rendezvous, *, rank: int, deadline: float) -> socket.socket:
+def _join_one(
+    rendezvous: Rendezvous, *, rank: int, deadline: float, other_end: str
+) -> socket.socket:
     """Join one sender."""
-    with _translated(f"joining the trainer at {rendezvous.host}:{rendezvous.port} as rank {rank}"):
+    doing = f"joining {other_end} at {rendezvous.host}:{rendezvous.port} as rank {rank}"
+    with _translated(doing, other_end):
         while True:
             try:
                 return _connect(rendezvous, rank=rank, deadline=deadline)
             except (Dropped, ConnectionResetError, BrokenPipeError) as error:
                 if time.monotonic() + RETRY_S > deadline:
                     raise TransferTimeout(
-                        "the trainer dropped every connection; it may have a newer rendezvous"
+                        f"{other_end} dropped every connection; it may have a newer rendezvous"
                     ) from error
                 time.sleep(RETRY_S)
 
@@ -392,7 +399,7 @@ def _connect(rendezvous: Rendezvous, *, rank: int, deadline: float) -> socket.so
 
 
 @contextlib.contextmanager
-def _translated(doing: str) -> Iterator[None]:
+def _translated(doing: str, other_end: str) -> Iterator[None]:
     """Turn the operating system's errors into transfer errors; `doing` says what failed."""
     try:
         yield
@@ -402,5 +409,5 @@ def _translated(doing: str) -> Iterator[None]:
         raise TransferTimeout(f"{doing}: the transfer group was not complete in time") from error
     except OSError as error:
         raise TransferError(
-            f"{doing}: the trainer is gone or cannot be reached ({error})"
+            f"{doing}: {other_end} is gone or cannot be reached ({error})"
         ) from error

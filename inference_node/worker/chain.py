@@ -54,9 +54,10 @@ def join(
     deadline = time.monotonic() + request.deadline_s
     if not request.before:
         rank = request.rendezvous.senders + position
-        group = _join(request.rendezvous, rank, device, request.deadline_s)
+        group = _join(request.rendezvous, rank, device, request.deadline_s, "the trainer")
     else:
-        group = _join(request.before[position], 1, device, request.deadline_s)
+        before = request.before[position]
+        group = _join(before, 1, device, request.deadline_s, "the replica before this one")
     if not request.before and not request.relays:
         return group
     after: TransferGroup | None = None
@@ -71,13 +72,15 @@ def join(
 
 
 def _join(
-    rendezvous: Rendezvous, rank: int, device: torch.device, deadline_s: float
+    rendezvous: Rendezvous, rank: int, device: torch.device, deadline_s: float, other_end: str
 ) -> TransferGroup:
     if rendezvous.transport == "tcp":
-        return join_tcp(rendezvous, rank=rank, deadline_s=deadline_s)
+        return join_tcp(rendezvous, rank=rank, deadline_s=deadline_s, other_end=other_end)
     from inference_node.worker.nccl_group import join_nccl
 
-    return join_nccl(rendezvous, rank=rank, device=device, deadline_s=deadline_s)
+    return join_nccl(
+        rendezvous, rank=rank, device=device, deadline_s=deadline_s, other_end=other_end
+    )
 
 
 class Relayed:

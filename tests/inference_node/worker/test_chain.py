@@ -214,3 +214,13 @@ def test_a_next_replica_that_does_not_come_ends_the_join() -> None:
         with pytest.raises(TransferTimeout):
             chain.join(request, position=0, relay=relay, device=CPU)
         joining.result(DEADLINE_S).close()
+
+
+def test_the_error_names_the_replica_before_that_cannot_be_reached() -> None:
+    place, gone = (
+        open_listener(transport="tcp", host="127.0.0.1", world_size=2, device=CPU) for _ in range(2)
+    )
+    gone.close()
+    with pytest.raises(TransferError, match="the replica before this one is gone or cannot be"):
+        join(place.rendezvous, gone.rendezvous, None)
+    place.close()

@@ -13,8 +13,7 @@ from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.ledger import Ledger
 from orchestrator.publication.members import Members
 from orchestrator.publication.planner import Wire
-
-MOST_DOUBLINGS = 6
+from orchestrator.publication.rests import Rests
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,10 +26,8 @@ class Elements:
     rates: Rates = field(default_factory=Rates)
     _encode_s: float = 0.0
     """Seconds of the last encoding."""
-    _failures: int = 0
-    """Updates of changed elements that failed in succession."""
-    _rest: int = 0
-    """Updates that travel as whole tensors because of them."""
+    rests: Rests = field(default_factory=Rests)
+    """Whole tensors travel meanwhile."""
 
     def remembers(self, wire: Wire) -> bool:
         """Whether the trainer keeps what this update brings, for the next one."""
@@ -41,14 +38,8 @@ class Elements:
         if wire.encoded is None:
             self.rates.sent(wire.nbytes, seconds)
         else:
-            self._failures = 0
+            self.rests.succeeded()
             self.rates.coded(wire.manifest.nbytes, wire.nbytes, self._encode_s + seconds)
-
-    def failed(self) -> None:
-        """Note that an update of changed elements failed. One may be chance; after more in
-        succession whole tensors travel, each time twice as often."""
-        self._failures += 1
-        self._rest = 2 ** min(self._failures - 1, MOST_DOUBLINGS) if self._failures > 1 else 0
 
     async def encode(
         self, wire: Wire, version: int, replicas: Sequence[str], *, is_due: bool
@@ -68,9 +59,8 @@ class Elements:
         may = self.ledger.may_send_elements(version, lives=lives, trainer=process)
         if base is None or is_due or not may:
             return wire, "not every replica holds what this trainer sent last"
-        if self._rest:
-            self._rest -= 1
-            return wire, f"changed elements failed {self._failures} times in succession"
+        if self.rests.take():
+            return wire, f"changed elements failed {self.rests.failures} times in succession"
         whole_bytes = wire.manifest.nbytes
         choice = choose(self.config.send, whole_bytes, self.rates)
         if not choice.elements:

@@ -42,6 +42,7 @@ class Members:
         self.router, self._config = router, config
         self.joined: dict[str, str] = {}
         """Node in the transfer groups -> its life."""
+        self._in_chain = False
         self._asked: dict[str, str] = {}
         """Node -> its newest request that an abort can end."""
 
@@ -120,10 +121,11 @@ class Members:
         """
         members = ["trainer", *replicas]
         wanted = self.lives(members)
-        if wanted == self.joined:
+        if wanted == self.joined and chain == self._in_chain:
             return
         self._check_nccl(replicas)
         self.joined = {}
+        self._in_chain = chain
         chain = chain and len({d.workers for d in self._details(replicas).values()}) == 1
         report("joining", {"replicas": list(replicas)})
         listening: asyncio.Future[dict[str, Rendezvous]] = (

@@ -29,6 +29,7 @@ from orchestrator.publication.members import Members
 from orchestrator.publication.planner import Planner
 from orchestrator.publication.publication import Publication
 from orchestrator.publication.report import PublicationReport, Report
+from orchestrator.publication.rests import Rests
 from orchestrator.publication.state import State, after_failure
 from orchestrator.storage.journal import Journal
 
@@ -59,6 +60,7 @@ class Publisher:
         self._planner = Planner(self._members, config)
         self._ledger = Ledger(journal)
         self._elements = Elements(members=self._members, ledger=self._ledger, config=config)
+        self._chain_rests = Rests()
         self._abort_first = False
         self.forget_unserved = self._ledger.forget_unserved
         self.leave_all = self._members.leave_all
@@ -129,6 +131,7 @@ class Publisher:
             why = "the orchestrator was restarted in the middle of a publication"
             await self._members.abort(replicas, why)
             self._abort_first = False
+        may_chain = self._config.chain and len(replicas) > 1
         publication = Publication(
             version=version,
             checkpoint_dir=checkpoint_dir,
@@ -136,7 +139,7 @@ class Publisher:
             others=tuple(others),
             holder=holder,
             keeps_pending=keeps_pending,
-            chain=self._config.chain and len(replicas) > 1,
+            chain=may_chain and not self._chain_rests.take(),
             report=report,
             members=self._members,
             planner=self._planner,
@@ -165,6 +168,8 @@ class Publisher:
                 if isinstance(failure, JobFailed) and not publication.chain:
                     blamed.update([failure.node])
             else:
+                if publication.chain:
+                    self._chain_rests.succeeded()
                 result.attempts = attempt
                 self._on_phase("served", {"version": version, "bytes_sent": result.bytes_sent})
                 return result
@@ -183,7 +188,9 @@ class Publisher:
         if publication.may_have_committed and not is_answer:
             failed_in = State.APPLYING  # without its answer, the replica may serve either version
         if publication.sends_elements:
-            self._elements.failed()
+            self._elements.rests.failed()
+        if publication.chain:
+            self._chain_rests.failed()
         left = after_failure(failed_in, was_poisoned=was_poisoned)
         if publication.others:
             left = State.IDLE

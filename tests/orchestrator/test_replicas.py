@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.control import router
 from orchestrator.errors import JobFailed
-from orchestrator.protocol.messages import ErrorCode, InitialSync, Ready, Unready
+from orchestrator.protocol.messages import ErrorCode, InitialSync, Ready, Resync, Unready
 from tests.orchestrator.fake_nodes import FakeReplica, FakeTrainer, soon
 from tests.orchestrator.run import BUFFERS, JOB, Run
 
@@ -219,6 +219,28 @@ def test_in_a_chain_the_trainer_sends_to_the_first_and_a_failure_is_followed_by_
         assert opened[1:] == [[f"inference-{n}" for n in range(3)]] * 2
         assert b.joins[-1] == (1, [], False)
         assert a.served[-1] == b.served[-1] == c.served[-1] == V1
+        assert run.client.run(Resync()).attempts == 1
+        assert opened[3:] == [["inference-0"]] and b.joins[-1] == (1, [10], True)
+
+
+def test_a_chain_that_fails_again_and_again_rests(tmp_path):
+    """One failure may be chance. After more, publications begin without a chain."""
+    with Run(tmp_path, replicas=2, chain=True) as run:
+        trainer = run.trainer()
+        a, b = (run.replica(trainer, n) for n in range(2))
+
+        def join(message):
+            b.script["JoinTransferGroup"] = join
+            if message.before:
+                b.refuse(message, code=ErrorCode.TRANSFER_FAILED)
+            else:
+                b.on_JoinTransferGroup(message)
+
+        b.script["JoinTransferGroup"] = join
+        run.client.run(InitialSync())
+        attempts = [run.client.run(Resync()).attempts for _ in range(8)]
+        assert attempts == [2, 1, 1, 2, 1, 1, 1, 1]
+        assert a.joins[-1] == (1, [], False)
 
 
 def test_replicas_with_different_numbers_of_workers_form_no_chain(tmp_path, monkeypatch):

@@ -146,6 +146,18 @@ class SocketGroup:
         event.synchronize()
         self._raise_if_aborted()
 
+    def has_ended(self) -> bool:
+        """Whether another end has left. For a worker between calls: nobody sends unasked."""
+        for connection in self._connections.values():
+            try:
+                if not connection.recv(1, socket.MSG_PEEK):
+                    return True
+            except BlockingIOError:
+                pass
+            except OSError:
+                return True
+        return False
+
     def abort(self, reason: str) -> None:
         """See `TransferGroup.abort`. The peers see their connections end."""
         with self._abort_lock:

@@ -12,14 +12,19 @@ Axes: B = bytes.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 
+from orchestrator.errors import TransferAborted, TransferError
 from orchestrator.processes.interfaces import address_towards
 from orchestrator.protocol.messages import JoinTransferGroup, OpenRelay, Rendezvous
 from weight_transfer.groups import GroupListener, TransferGroup, join_tcp, open_listener
+from weight_transfer.socket_group import SocketGroup
+
+POLL_S = 0.05
 
 
 def listen(request: OpenRelay, *, device: torch.device) -> GroupListener:
@@ -53,18 +58,18 @@ def join(
     """
     deadline = time.monotonic() + request.deadline_s
     if not request.before:
+        other_end, place = "the trainer", request.rendezvous
         rank = request.rendezvous.senders + position
-        group = _join(request.rendezvous, rank, device, request.deadline_s, "the trainer")
     else:
-        before = request.before[position]
-        group = _join(before, 1, device, request.deadline_s, "the replica before this one")
+        other_end, place, rank = "the replica before this one", request.before[position], 1
+    group = _join(place, rank, device, request.deadline_s, other_end)
     if not request.before and not request.relays:
         return group
     after: TransferGroup | None = None
     if request.relays:
         try:
             assert relay is not None, "OpenRelay comes first"
-            after = relay.join(max(0.001, deadline - time.monotonic()))
+            after = _wait_for_next(relay, group, deadline, other_end)
         except BaseException:
             group.close()
             raise
@@ -81,6 +86,33 @@ def _join(
     return join_nccl(
         rendezvous, rank=rank, device=device, deadline_s=deadline_s, other_end=other_end
     )
+
+
+def _wait_for_next(
+    relay: GroupListener, before: TransferGroup, deadline: float, other_end: str
+) -> TransferGroup:
+    """Wait for the next worker. Over TCP, until the other end leaves: the engine stands still."""
+    is_over, has_left = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        while isinstance(before, SocketGroup) and not is_over.wait(POLL_S):
+            if before.has_ended():
+                has_left.set()
+                relay.close()
+                return
+
+    watching = threading.Thread(target=watch, name="splice-chain", daemon=True)
+    watching.start()
+    try:
+        return relay.join(max(0.001, deadline - time.monotonic()))
+    except TransferAborted:
+        if has_left.is_set():
+            why = f"{other_end} left while this worker waited for the next replica"
+            raise TransferError(why) from None
+        raise
+    finally:
+        is_over.set()
+        watching.join(timeout=1.0)
 
 
 class Relayed:

@@ -224,3 +224,22 @@ def test_the_error_names_the_replica_before_that_cannot_be_reached() -> None:
     with pytest.raises(TransferError, match="the replica before this one is gone or cannot be"):
         join(place.rendezvous, gone.rendezvous, None)
     place.close()
+
+
+def test_a_join_ends_if_the_trainer_leaves_while_the_next_replica_does_not_come() -> None:
+    """The next attempt makes the trainer leave. The engine stands still until the join ends."""
+    listener = open_listener(transport="tcp", host="127.0.0.1", world_size=2, device=CPU)
+    relay = open_listener(transport="tcp", host="127.0.0.1", world_size=2, device=CPU)
+    with ThreadPoolExecutor(2) as pool:
+        joining = pool.submit(listener.join, DEADLINE_S)
+        request = JoinTransferGroup(
+            request_id="j", deadline_s=DEADLINE_S, rendezvous=listener.rendezvous, relays=True
+        )
+        waiting = pool.submit(chain.join, request, position=0, relay=relay, device=CPU)
+        group = joining.result(DEADLINE_S)
+        time.sleep(0.2)
+        assert not waiting.done()
+        group.close()
+        with pytest.raises(TransferError, match="the trainer left") as caught:
+            waiting.result(DEADLINE_S / 2)
+        assert not isinstance(caught.value, TransferTimeout)

@@ -101,5 +101,5 @@ class Elements:
             count = len(wire.manifest.tensors)
             olds = digests_of("trainer", (completed, buffers), count=count)
             if not self.ledger.has_sent(olds, wire.indices):
-                return wire, f"this trainer does not make version {base} of {folder}"
+                return wire, f"the adapter in {folder} does not make what version {base} is"
         return replace(wire, base=base, encoded=answer), choice.why

@@ -136,7 +136,7 @@ def test_another_trainer_process_that_makes_other_weights_of_the_version_sends_e
     successor.on_TrainMerged = changed_on_disk
     result = train(run)
     assert (result.sent, result.attempts) == ("full", 1)
-    assert "does not make version 0" in result.why_sent
+    assert "does not make what version 0 is" in result.why_sent
     assert replica.served[-1] == (1, [10, 21, 30])
     assert train(run).sent == "elements"
 

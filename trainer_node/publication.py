@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,11 +32,12 @@ from trainer_node.export.fp8_fused import FusedFp8
 from trainer_node.export.fp8_steps import Fp8Steps
 from trainer_node.export.gather_plan import PartitionError
 from trainer_node.export.merged import Exporter
+from trainer_node.files.generations import CheckpointError
 from trainer_node.hf import fp8_blocks
 from trainer_node.ranks import heap, objects
 from trainer_node.ranks.lockstep import Lockstep
 from trainer_node.request import NotReady, Outcome, Request
-from trainer_node.state import checkpoint
+from trainer_node.state import checkpoint, loading
 from trainer_node.training.trainer import Trainer
 from trainer_node.transfer import Chunks, Transfer
 from weight_transfer import edges
@@ -357,7 +359,9 @@ class Publication:
         chunks = self._chunks(message)
         layout, export = self._layout(chunks, message.unread), chunks.export
         sends = request.link is not None or chunks.steps is not None
-        why = self._published.why_not(message.base_version, layout) if sends else None
+        why = self._recall(message, layout)
+        if why is None and sends:
+            why = self._published.why_not(message.base_version, layout)
         whys = objects.all_gather(why, group=self._model.control_group)
         found = next((text for text in whys if text is not None), None)
         if found is not None:
@@ -388,9 +392,28 @@ class Publication:
         if nbytes > message.most_bytes:
             most = f"at most {message.most_bytes:,} are worth it"
             result["why_not"] = f"changed elements take {nbytes:,} bytes or more; {most}"
-        else:
-            self._transfer.encoded = encoded
-        return Outcome(result=result)
+            return Outcome(result=result)
+        self._transfer.encoded = encoded
+        if encoded is None or encoded.old_digests_N is None:
+            return Outcome(result=result)
+        if chunks.steps is not None:
+            group = self._model.control_group
+            torch.distributed.all_reduce(encoded.old_digests_N, group=group)
+        return Outcome(result=result, **_digests(encoded.old_digests_N))
+
+    def _recall(self, message: EncodeChanges, layout: Layout) -> str | None:
+        """Read the base version's adapters from its checkpoint, if a rank lacks them. Returns why
+        that is impossible. A collective."""
+        lacks = self._published.lacks(message.base_version, layout)
+        everyones = objects.all_gather(lacks, group=self._model.control_group)
+        if message.base_dir is None or not any(everyones):
+            return None
+        try:
+            found = loading.read_adapters(self._model, Path(message.base_dir))
+        except CheckpointError as error:
+            return str(error)
+        self._published.recall(message.base_version, *found)
+        return None
 
     def _send_changes(self, request: Request[SendWeights], encoded: Encoded | None) -> Outcome:
         message = request.message
@@ -430,7 +453,6 @@ class Publication:
             raise NotReady(problem)
 
     def _sent(self, message: SendWeights, report: SendReport) -> Outcome:
-        digests = report.digests_N
         if self._model.device.type == "cuda":
             free, total = torch.cuda.mem_get_info()
             log.info(
@@ -441,12 +463,16 @@ class Publication:
                 torch.cuda.memory_reserved(),
                 torch.cuda.max_memory_allocated(),
             )
-        spec = TensorSpec(name="digests", dtype="int64", shape=tuple(digests.shape))
         return Outcome(
             result={"version": message.version, "nbytes": report.nbytes, "seconds": report.seconds},
-            tensors=(spec,),
-            buffers=(digests.contiguous().numpy().tobytes(),),
+            **_digests(report.digests_N),
         )
+
+
+def _digests(digests_N: torch.Tensor) -> dict[str, Any]:
+    """The fields of an outcome with these digests."""
+    spec = TensorSpec(name="digests", dtype="int64", shape=tuple(digests_N.shape))
+    return {"tensors": (spec,), "buffers": (digests_N.contiguous().numpy().tobytes(),)}
 
 
 def _keeps_of(text: str, part: Sequence[int] | None) -> edges.Keeps:

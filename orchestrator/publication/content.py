@@ -47,3 +47,9 @@ class Content:
             for index, digest in zip(indices, arrived, strict=True):
                 self._digests_N[self._place[index]] = digest
         return hashlib.sha256(self._names + self._digests_N.tobytes()).hexdigest()
+
+    def has(self, digests: bytes, indices: Sequence[int] | None) -> bool:
+        """Whether these tensors of the manifest have these int64 digests; None: all."""
+        which = range(len(self._by_name)) if indices is None else indices
+        ours = array.array("q", (self._digests_N[self._place[index]] for index in which))
+        return ours.tobytes() == digests

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from orchestrator.protocol.messages import EncodeChanges
-from orchestrator.publication.answers import EncodeAnswer, valid
+from orchestrator.publication.answers import EncodeAnswer, digests_of, valid
 from orchestrator.publication.choice import GAIN, Rates, choose, remembers
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.ledger import Ledger
@@ -54,11 +54,13 @@ class Elements:
         Raises:
             JobFailed | NodeLost: the trainer failed. Nothing has paused.
         """
-        lives, process = self.members.lives(replicas), self.members.trainer_process
-        base = self.ledger.version
-        may = self.ledger.may_send_elements(version, lives=lives, trainer=process)
+        base, folder = self.ledger.version, self.ledger.folder
+        may = self.ledger.may_send_elements(version, lives=self.members.lives(replicas))
         if base is None or is_due or not may:
-            return wire, "not every replica holds what this trainer sent last"
+            return wire, (
+                "not every replica holds the served version, a publication failed, or a full "
+                "update is due"
+            )
         if self.rests.take():
             return wire, f"changed elements failed {self.rests.failures} times in succession"
         whole_bytes = wire.manifest.nbytes
@@ -71,11 +73,12 @@ class Elements:
             deadline_s=self.config.transfer_timeout_s,
             version=version,
             base_version=base,
+            base_dir=folder,
             changed_only=wire.is_part,
             unread=tuple(i for i, name in names if name in self.ledger.unread),
             most_bytes=int(GAIN * whole_bytes),
         )
-        completed, _ = await self.members.router.request(
+        completed, buffers = await self.members.router.request(
             "trainer", request, phase="encoding changed elements"
         )
         answer = valid("trainer", EncodeAnswer, completed.result)
@@ -84,4 +87,9 @@ class Elements:
             if answer.nbytes:
                 self.rates.coded(whole_bytes, answer.nbytes, self._encode_s)
             return wire, answer.why_not
+        if buffers:
+            count = len(wire.manifest.tensors)
+            olds = digests_of("trainer", (completed, buffers), count=count)
+            if not self.ledger.has_sent(olds, wire.indices):
+                return wire, f"the adapter in {folder} does not make what version {base} is"
         return replace(wire, base=base, encoded=answer), choice.why

@@ -25,11 +25,10 @@ class Ledger:
         """Replica -> its life when it began to serve the version. None: not known after a restart.
         A failure that changed nothing only takes replicas out of `holding`."""
         self._full_by: str | None = None
-        """Incarnation of the trainer that last sent all tensors."""
+        """Incarnation of the trainer that last sent all tensors, or their changed elements."""
         self._since_full = 0
-        self._last_by: str | None = None
-        """Incarnation of the trainer that sent the served version. None: a publication has failed
-        since, so the trainer may remember another one."""
+        self._has_failed = False
+        """Whether a publication has failed since the served version."""
         self.unread: frozenset[str] = frozenset()
         """Tensors of the last update with all or changed tensors that could not be read back."""
         self._content: Content | None = None
@@ -76,13 +75,17 @@ class Ledger:
         """Whether the next update must bring all tensors."""
         return full_every is not None and self._since_full + 1 >= full_every
 
-    def may_send_elements(self, version: int, *, lives: Mapping[str, str], trainer: str) -> bool:
-        """Whether changed elements suffice: the same process sent the served version, which every
-        replica has held since its commit, and nothing failed since. A full update that is due comes
-        as whole tensors."""
+    def may_send_elements(self, version: int, *, lives: Mapping[str, str]) -> bool:
+        """Whether changed elements suffice: every replica has held the served version since its
+        commit, and nothing failed since. A full update that is due comes as whole tensors."""
         is_held = all(self.holding.get(r) == life for r, life in lives.items())
         is_next = self.version is not None and version != self.version
-        return is_next and is_held and self._last_by == trainer
+        return is_next and is_held and not self._has_failed
+
+    @property
+    def folder(self) -> str | None:
+        """Checkpoint of the served version."""
+        return None if self.version is None else self._journal.checkpoint_dir(self.version)
 
     def committed(
         self,
@@ -96,15 +99,16 @@ class Ledger:
         """All replicas in `holding` serve `version`.
 
         Args:
+            is_full: it was of all tensors, whole or as changed elements.
             unread: tensors that could not be read back. None: changed elements say nothing of it.
         """
-        self._last_by = trainer
+        self._has_failed = False
         if unread is not None:
             is_everywhere = is_full and version != self.version  # else others took it before
             self.unread = frozenset(unread) | (frozenset() if is_everywhere else self.unread)
         self.version, self.state = version, advance(self.state, State.IDLE)
         self.holding, self.serving = holding, dict(holding)
-        self._since_full = 0 if is_full else self._since_full + 1
+        self._since_full = 0 if is_full and unread is not None else self._since_full + 1
         if is_full:
             self._full_by = trainer
 
@@ -112,7 +116,7 @@ class Ledger:
         self, version: int, error: Exception, *, failed_in: State, left: State, lost: Sequence[str]
     ) -> None:
         """A publication of `version` failed; the replicas `lost` may hold anything."""
-        self.state, self._last_by = left, None
+        self.state, self._has_failed = left, True
         for replica in lost:
             self.holding.pop(replica, None)
         with self._journal.together():
@@ -151,6 +155,10 @@ class Ledger:
                 "not served again. Publish the trainer's state as a new version (Publish), or "
                 "load another checkpoint first"
             )
+
+    def has_sent(self, digests: bytes, indices: Sequence[int] | None) -> bool:
+        """Whether these tensors were last sent with these digests."""
+        return self._content is not None and self._content.has(digests, indices)
 
     def _keep_digest(self, version: int) -> None:
         if self._sent is not None and self._sent[0] == version:

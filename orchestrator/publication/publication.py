@@ -127,7 +127,7 @@ class Publication:
             self.version,
             holding=held | {r: lives[r] for r in self.result.replicas},
             trainer=self.members.trainer_process,
-            is_full=not self.wire.is_part and self.wire.encoded is None,
+            is_full=not self.wire.is_part,
             unread=self.result.unverified if self.wire.encoded is None else None,
         )
         return self.result

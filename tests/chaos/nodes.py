@@ -38,7 +38,7 @@ from orchestrator.protocol.node_link import NodeLink
 from tests.chaos.clocks import stepped_clocks
 from tests.chaos.history import History
 from tests.chaos.traps import Traps
-from tests.orchestrator.fake_nodes import asked, whole_layout
+from tests.orchestrator.fake_nodes import asked, digests, whole_layout
 
 TENSORS = 6
 CHANGED = (0, 2, 4)
@@ -463,14 +463,20 @@ class Trainer(Node):
         self.done(message)
 
     def on_EncodeChanges(self, message: Any, _: Any) -> None:
-        if self.remembered is None or self.remembered[0] != message.base_version:
-            why = f"version {message.base_version} is not what was sent last"
-            self.link.complete(message.request_id, result={"why_not": why})
-            return
-        which = self.part if message.changed_only else range(TENSORS)
-        self.encoded = [self.values[i] - self.remembered[1][i] for i in which]
+        which, proof = self.part if message.changed_only else range(TENSORS), dict[str, Any]()
+        if self.remembered is not None and self.remembered[0] == message.base_version:
+            olds = self.remembered[1]
+        else:
+            try:
+                state = (Path(message.base_dir) / "state").read_text()
+            except (OSError, TypeError) as error:
+                self.link.complete(message.request_id, result={"why_not": str(error)})
+                return
+            olds = values_of(state, self.changed)
+            proof = digests([olds[i] for i in which])
+        self.encoded = [self.values[i] - olds[i] for i in which]
         result = {"nbytes": 1, "elements": len(self.encoded)}
-        self.link.complete(message.request_id, result=result)
+        self.link.complete(message.request_id, result=result, **proof)
 
     def on_SendWeights(self, message: Any, _: Any) -> None:
         self.under_way = message.request_id

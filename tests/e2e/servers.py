@@ -17,6 +17,13 @@ def server_of(cluster: Cluster, node: str) -> psutil.Process:
     return next(p for p in descendants(pid) if "inference_node.server" in p.cmdline())
 
 
+def rank_of_trainer(cluster: Cluster) -> psutil.Process:
+    """The process of the trainer's first rank."""
+    pid = cluster.launcher.nodes["trainer"].pid
+    assert pid is not None
+    return next(p for p in descendants(pid) if p.name() == "splice-rank-0")
+
+
 def scored(url: str, model: str) -> list[float]:
     """Log-probs of a fixed prompt."""
     body = {

@@ -12,7 +12,7 @@ from splice.client.run_file import RunFile
 from splice.cluster import Cluster
 from tests.e2e.batches import trained
 from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
-from tests.e2e.servers import scored
+from tests.e2e.servers import rank_of_trainer, scored
 
 pytestmark = pytest.mark.timeout(900)
 train = partial(trained, lr=1e-4)
@@ -117,3 +117,35 @@ def test_what_was_sent_is_kept_where_adapters_do_not_tell_what_changed(
         assert result.num_verified == result.num_tensors and not result.unverified
         assert result.attempts == 1
     assert steps[-1].bytes_sent < 0.5 * first.bytes_sent
+
+
+@pytest.mark.parametrize(
+    ("arch", "parallel", "workers"),
+    [
+        pytest.param("qwen3", {}, 1, id="1-1"),
+        pytest.param("qwen3_moe", {"expert": 2}, 2, id="ep2-tp2", marks=pytest.mark.whole),
+    ],
+)
+def test_changed_elements_survive_a_restart_of_the_trainer(
+    models: dict[str, Path], tmp_path: Path, arch: str, parallel: dict[str, int], workers: int
+) -> None:
+    """The first ones after it are of all tensors, because the new process has sent none."""
+    run = run_file(tmp_path, models[arch], mode="shadow", parallel=parallel, workers=workers)
+    with Cluster(run) as cluster:
+        first = cluster.client.run(InitialSync(), timeout_s=300.0)
+        steps = [train(cluster)]
+        for _ in range(2):
+            killed = rank_of_trainer(cluster)
+            killed.kill()
+            killed.wait(60.0)
+            steps += [train(cluster), train(cluster)]
+        url = cluster.base_urls[0]
+        before = scored(url, "tiny@5")
+        again = cluster.client.run(Resync(), timeout_s=300.0)
+        after = scored(url, "tiny@5")
+    for n, result in enumerate(steps):
+        assert result.sent == "elements", (n, result.why_sent)
+        assert result.num_verified == result.num_tensors and result.attempts == 1
+        assert (result.num_tensors == first.num_tensors) == (n in (1, 3))
+        assert result.changed_elements > 0 and result.bytes_sent < 0.5 * first.bytes_sent
+    assert again.sent == "full" and before == after

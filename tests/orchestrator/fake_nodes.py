@@ -186,6 +186,8 @@ class FakeTrainer(FakeNode):
         self.changes: list[int] = []
         """What `EncodeChanges` found: a replica adds it to what it has."""
         self.code_bytes = 8
+        self.recalls = False
+        """Whether it reads what another process has sent."""
         self.why_no_edges: str | None = None
         self.why_not: str | None = None
         """Why it cannot send in another order than the manifest's."""
@@ -296,15 +298,20 @@ class FakeTrainer(FakeNode):
 
     def on_EncodeChanges(self, message) -> None:
         self.messages.append(message)
-        if self.remembered is None or self.remembered[0] != message.base_version:
+        came = self.part if message.changed_only else range(3)
+        number, olds = self.remembered or (message.base_version, [])
+        proof: dict[str, Any] = {}
+        if not olds and self.recalls:
+            olds = list(map(int, (Path(message.base_dir) / "weights").read_text().split()))
+            proof = digests([olds[i] for i in came])
+        if not olds or number != message.base_version:
             self._done(message, why_not=f"version {message.base_version} is not remembered")
             return
-        pairs = list(zip(self.weights, self.remembered[1], strict=True))
-        self.changes = [new - old for new, old in pairs]
-        came = self.part if message.changed_only else range(3)
+        self.changes = [new - old for new, old in zip(self.weights, olds, strict=True)]
         count = sum(self.changes[i] != 0 for i in came)
         why = None if self.code_bytes <= message.most_bytes else "too many bytes"
-        self._done(message, why_not=why, nbytes=self.code_bytes, elements=count)
+        result = {"why_not": why, "nbytes": self.code_bytes, "elements": count}
+        self.link.complete(message.request_id, result=result, **proof)
 
     def on_SendWeights(self, message) -> None:
         self.messages.append(message)

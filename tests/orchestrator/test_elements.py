@@ -1,9 +1,10 @@
-"""When a publication sends only changed elements: on top of what the same trainer sent last, to
-replicas that hold it, and never after a failure."""
+"""When a publication sends only changed elements: on top of the served version, to replicas that
+hold it, and never after a failure."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
@@ -89,14 +90,55 @@ def test_a_failed_encoding_is_not_tried_again_for_this_version(run):
     assert replica.served[-1] == (1, [10, 21, 30])
 
 
-def test_another_trainer_process_sends_everything_first(run):
-    trainer, (replica,) = start(run)
-    assert train(run).sent == "elements"
+def replaced(run, trainer, replica):
+    """Another process in the trainer's place."""
     trainer.die()
     successor = run.trainer()
     successor.manifest = CHANGING
     replica.source, replica.changes = lambda: successor.weights, lambda: successor.changes
-    assert train(run).sent == "full" and train(run).sent == "elements"
+    return successor
+
+
+def test_another_trainer_process_that_cannot_read_the_version_sends_everything_first(run):
+    trainer, (replica,) = start(run)
+    assert train(run).sent == "elements"
+    replaced(run, trainer, replica)
+    first = train(run)
+    assert (first.sent, first.why_sent) == ("full", "version 1 is not remembered")
+    assert train(run).sent == "elements"
+
+
+def test_another_trainer_process_proves_what_it_read_and_sends_elements_of_all_tensors(run):
+    trainer, (replica,) = start(run)
+    assert train(run).sent == "elements"
+    successor = replaced(run, trainer, replica)
+    successor.recalls = True
+    first = train(run)
+    assert (first.sent, first.num_tensors, first.num_verified) == ("elements", 3, 3)
+    assert replica.served[-1] == (2, [10, 22, 30])
+    second = train(run)
+    assert (second.sent, second.num_tensors) == ("elements", 2), "it has verified all tensors"
+    asked = [m for m in successor.messages if isinstance(m, EncodeChanges)]
+    assert [m.base_dir.rpartition("/")[2] for m in asked] == ["1", "2"]
+
+
+def test_another_trainer_process_that_makes_other_weights_of_the_version_sends_everything(run):
+    trainer, (replica,) = start(run)
+    successor = replaced(run, trainer, replica)
+    successor.recalls = True
+    original = successor.on_TrainMerged
+
+    def changed_on_disk(message) -> None:
+        before = Path(message.checkpoint_dir).with_name("0") / "weights"
+        before.write_text("10 20 31")
+        original(message)
+
+    successor.on_TrainMerged = changed_on_disk
+    result = train(run)
+    assert (result.sent, result.attempts) == ("full", 1)
+    assert "does not make what version 0 is" in result.why_sent
+    assert replica.served[-1] == (1, [10, 21, 30])
+    assert train(run).sent == "elements"
 
 
 def test_a_trainer_that_sent_another_version_last_says_so(run):
@@ -142,6 +184,15 @@ def test_a_full_update_that_is_due_comes_as_tensors(tmp_path):
         start(run)
         kinds = ["elements", "elements", "full", "elements"]
         assert [train(run).sent for _ in range(4)] == kinds
+
+
+def test_elements_of_all_tensors_are_no_full_update(ledger):
+    ledger.state = State.COMMITTED
+    ledger.committed(1, holding={"one": "life 1"}, trainer="trainer 2", is_full=True)
+    assert not ledger.is_due(3) and ledger.is_due(2)
+    is_part = {"lives": {"one": "life 1"}, "full_every": 3}
+    assert ledger.may_send_part(2, trainer="trainer 2", **is_part)
+    assert not ledger.may_send_part(2, trainer="trainer 1", **is_part)
 
 
 def test_tensors_that_were_not_verified_travel_whole(tmp_path):
@@ -234,19 +285,18 @@ def ledger():
     return found
 
 
-def may(ledger, version=1, *, trainer="trainer 1", **lives):
-    return ledger.may_send_elements(version, lives=lives, trainer=trainer)
+def may(ledger, version=1, **lives):
+    return ledger.may_send_elements(version, lives=lives)
 
 
-def test_elements_need_the_same_lives_the_same_trainer_and_the_next_version(ledger):
+def test_elements_need_the_same_lives_and_the_next_version(ledger):
     assert may(ledger, one="life 1", other="life 2") and may(ledger, one="life 1")
     assert not may(ledger, one="life 1", other="life 3")
     assert not may(ledger, one="life 1", third="life 1")
-    assert not may(ledger, one="life 1", trainer="trainer 2")
     assert not may(ledger, 0, one="life 1")
 
 
-def test_after_any_failure_the_trainer_may_remember_another_version(ledger):
+def test_after_any_failure_whole_tensors_travel(ledger):
     failed = PublicationError("any")
     ledger.failed(1, failed, failed_in=State.PLANNED, left=State.IDLE, lost=())
     assert ledger.version == 0 and not may(ledger, one="life 1", other="life 2")

@@ -56,6 +56,7 @@ class MemoryJournal:
 
     steps: list[tuple[int, str]] = field(default_factory=list)
     digests: dict[int, str] = field(default_factory=dict)
+    folders: dict[int, str] = field(default_factory=dict)
     die_in: int | None = None
     """After this many steps the orchestrator is gone."""
     on_death: Callable[[], object] = bool
@@ -74,10 +75,14 @@ class MemoryJournal:
             self.die_in, self.is_dead = None, True
             self.on_death()
 
-    def record_publication(self, *, version: int, state: str, **_: Any) -> None:
+    def record_publication(
+        self, *, version: int, state: str, checkpoint_dir: str | None = None, **_: Any
+    ) -> None:
         if self.is_dead:
             return
         with self.together():
+            if checkpoint_dir is not None:
+                self.folders[version] = checkpoint_dir
             self.steps.append((version, state))
             self.die_in = None if self.die_in is None else self.die_in - 1
 
@@ -87,6 +92,9 @@ class MemoryJournal:
 
     def digest(self, version: int) -> str | None:
         return self.digests.get(version)
+
+    def checkpoint_dir(self, version: int) -> str | None:
+        return self.folders.get(version)
 
 
 class Node:
@@ -169,13 +177,14 @@ class Trainer(Node):
             b"",
         )
 
-    async def on_EncodeChanges(self, message: Any, _: Any) -> Completed:
-        if self.remembered is None or self.remembered[0] != message.base_version:
-            return Completed(request_id="", result={"why_not": "another version was sent last"})
-        old, new = (self.world.weights(s) for s in (self.remembered[1], self.state))
+    async def on_EncodeChanges(self, message: Any, _: Any) -> tuple[Completed, tuple[bytes, ...]]:
+        is_here = self.remembered is not None and self.remembered[0] == message.base_version
+        state = self.remembered[1] if is_here else self.world.disk[message.base_dir]
+        old, new = (self.world.weights(s) for s in (state, self.state))
         which = self.part if message.changed_only else range(TENSORS)
         self.encoded = [new[i] - old[i] for i in which]
-        return Completed(request_id="", result={"nbytes": 1, "elements": len(self.encoded)})
+        found = Completed(request_id="", result={"nbytes": 1, "elements": len(self.encoded)})
+        return (found, ()) if is_here else (found, (packed([old[i] for i in which]),))
 
     async def on_SendWeights(self, message: Any, _: Any) -> tuple[Completed, tuple[bytes, ...]]:
         weights = self.world.weights(self.state)

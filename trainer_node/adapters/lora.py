@@ -541,13 +541,19 @@ class AdapterSet:
         """Every trainable parameter of this rank with its layout, in a stable order."""
         return [p for adapter in self.adapters for p in adapter.trained_params()]
 
-    def local_matrices(self) -> Iterator[LocalMatrix]:
-        """Yield this rank's parts of each matrix. A stack of experts gives one per expert."""
+    def local_matrices(
+        self, memory: Callable[[torch.Tensor], torch.Tensor] = lambda param: param
+    ) -> Iterator[LocalMatrix]:
+        """Yield this rank's parts of each matrix. A stack of experts gives one per expert.
+
+        Args:
+            memory: returns a parameter's copy, of which the views are then.
+        """
         for p in self.params():
             for piece in p.pieces:
                 module, _, matrix = piece.key.rpartition(".lora_")
                 is_stack, shape = p.param.dim() == 3, piece.shape[-2:]
-                part = piece.read(p.param)
+                part = piece.read(memory(p.param))
                 for e, tensor in enumerate(part if is_stack else [part]):
                     name = expert_name(module, piece.offsets[0] + e) if is_stack else module
                     corner = zip(piece.offsets[-2:], tensor.shape, strict=True)
@@ -555,9 +561,14 @@ class AdapterSet:
                     yield LocalMatrix(name, matrix, tensor, shape, place)
 
     @torch.no_grad()
-    def load(self, full: Mapping[tuple[str, str], torch.Tensor]) -> None:
-        """Fill the adapters from whole fp32 matrices. The caller has checked for all of them."""
-        for local in self.local_matrices():
+    def load(
+        self,
+        full: Mapping[tuple[str, str], torch.Tensor],
+        memory: Callable[[torch.Tensor], torch.Tensor] = lambda param: param,
+    ) -> None:
+        """Fill the adapters, or copies of them, from whole fp32 matrices. The caller has checked
+        for all of them."""
+        for local in self.local_matrices(memory):
             local.tensor.copy_(full[local.module, local.matrix][local.place])
 
     def close(self) -> None:

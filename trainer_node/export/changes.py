@@ -1,6 +1,7 @@
 """Encodes the elements of an update that differ from what was sent last.
 
     published.remember(version, ...)     after a send
+    published.recall(version, ...)       or from its checkpoint, in a process that did not send it
     encode(layout, published, ...)       old and new bytes of each buffer, and their differences
 
 In LoRA training a copy of the adapters is kept. An old buffer is then a copy of the new one, in
@@ -15,13 +16,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeGuard
 
 import torch
 
 from orchestrator.protocol.messages import DTYPE_BYTES, Manifest
+from trainer_node.adapters.peft_io import Key
 from trainer_node.adapters.rounding import Rounding
 from trainer_node.export.bridge_export import BridgeExport
 from trainer_node.export.fp8_export import Fp8Export
@@ -135,6 +137,8 @@ class Published:
         self._version: int | None = None
         self._of: Export | None = None
         """The export whose buffers are kept, if they are."""
+        self.is_recalled = False
+        """Whether another process has sent that version, so that its bytes are to be proved."""
         self._rounding: Rounding | None = None
         self._olds: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         """id of a parameter -> it, its copy in host memory, and the tensor that merges read: on a
@@ -146,6 +150,10 @@ class Published:
     def _merges(self, export: Export) -> TypeGuard[WireExport]:
         is_own = isinstance(export, WireExport) and not export.gathers
         return is_own and self._has_deltas
+
+    def lacks(self, version: int, layout: Layout) -> bool:
+        """Whether the adapters of a version would help, and are not here."""
+        return self._merges(layout.export) and self._version != version
 
     def why_not(self, base_version: int, layout: Layout) -> str | None:
         """Why changes against this version cannot be encoded; None if they can."""
@@ -199,16 +207,32 @@ class Published:
         self.forget()
         if self._has_deltas:
             for trained in self._model.params:
-                param = trained.param
-                if id(param) not in self._olds:
-                    host = torch.empty_like(param, device="cpu", pin_memory=self._is_cuda)
-                    old = param.new_empty(0) if self._is_cuda else host
-                    self._olds[id(param)] = param, host, old
-                self._olds[id(param)][1].copy_(param, non_blocking=True)
+                self._host(trained.param).copy_(trained.param, non_blocking=True)
         if self._is_cuda:
             torch.cuda.synchronize(self._model.device)
         self._version, self._rounding = version, self._model.rounding
-        self._of = kept_of
+        self._of, self.is_recalled = kept_of, False
+
+    def recall(
+        self, version: int, adapters: Mapping[Key, torch.Tensor], rounding: Rounding
+    ) -> None:
+        """Take whole adapters for those of a version that another process has sent.
+
+        Args:
+            rounding: how that version was merged.
+        """
+        self.forget()
+        self._model.adapters.load(adapters, memory=self._host)
+        self._version, self._rounding = version, rounding
+        self._of, self.is_recalled = None, True
+
+    def _host(self, param: torch.Tensor) -> torch.Tensor:
+        """The copy of a parameter in host memory."""
+        if id(param) not in self._olds:
+            host = torch.empty_like(param, device="cpu", pin_memory=self._is_cuda)
+            old = param.new_empty(0) if self._is_cuda else host
+            self._olds[id(param)] = param, host, old
+        return self._olds[id(param)][1]
 
     @contextlib.contextmanager
     def old_buffers(self, export: Export) -> Iterator[Callable[[int, torch.Tensor], torch.Tensor]]:
@@ -262,6 +286,8 @@ class Encoded:
     buffers: Buffers
     digests_N: torch.Tensor
     """Of the new tensors, or of this rank's pieces of them; on the CPU."""
+    old_digests_N: torch.Tensor | None
+    """Of the old ones, if another process has sent them."""
     elements: int
     nbytes: int
     """Bytes that travel to each replica."""
@@ -278,6 +304,7 @@ def encode(layout: Layout, published: Published, *, version: int, most_bytes: in
     export, elements, nbytes = layout.export, 0, 0
     count = len(layout.manifest.tensors)
     digests_N = torch.zeros(count, dtype=torch.int64, device=layout.device)
+    old_digests_N = torch.zeros_like(digests_N)
     buffers: list[Sequence[Message]] = []
     with published.old_buffers(export) as old_bytes:
         for k in range(layout.count):
@@ -287,6 +314,8 @@ def encode(layout: Layout, published: Published, *, version: int, most_bytes: in
             new_B, word_bytes = layout.filled(k), layout.word_bytes(k)
             layout.digest(k, new_B).launch(digests_N)
             old_B = old_bytes(k, new_B)
+            if published.is_recalled:
+                layout.digest(k, old_B).launch(old_digests_N)
             messages, changed = encode_buffer(
                 layout.as_read(k, old_B), new_B, layout.deliveries(k), word_bytes=word_bytes
             )
@@ -298,6 +327,7 @@ def encode(layout: Layout, published: Published, *, version: int, most_bytes: in
         layout=layout,
         buffers=buffers,
         digests_N=digests_N.cpu(),
+        old_digests_N=old_digests_N.cpu() if published.is_recalled else None,
         elements=elements,
         nbytes=nbytes,
         fill=published.kept if published.keeps(layout) else layout.filled,

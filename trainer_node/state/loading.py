@@ -147,10 +147,7 @@ def load(
             raise CheckpointError(f"{folder} is another checkpoint than the one before it")
         note = _check_parts(folder, meta) if with_moments else ""
         if not model.trains_all:
-            stored = peft_io.read_tensors(folder / ADAPTER, mapped=True)
-            whole = peft_io.by_module(stored, path=folder / ADAPTER)
-            whole = peft_io.as_expected(whole, expected, adapters.stacked)
-            peft_io.check_tensors(whole, expected, path=folder / ADAPTER)
+            whole = _adapters_in(folder, expected, adapters.stacked)
         same_place = meta["parallel"] == model.config.parallel.model_dump(mode="json")
         generators = None
         if same_place:
@@ -190,7 +187,7 @@ def load(
             pack_size.remember(trainer, meta)
         trainer.num_steps, trainer.num_skipped_steps = counters["steps"], counters["skipped_steps"]
         trainer.steps_since_sent, trainer.sent.version = 0, version
-        model.adapters.rounding = rounding_of(trainer, meta)
+        model.adapters.rounding = rounding_of(model, meta)
         trainer.on_disk = on_disk(folder, meta) if with_moments else None
     trainer.is_unknown = False
     switched = switch_note(folder, present, model.config.lora)
@@ -204,11 +201,39 @@ def load(
     )
 
 
-def rounding_of(trainer: Trainer, meta: Mapping[str, Any]) -> Rounding:
+def read_adapters(model: Model, folder: Path) -> tuple[dict[peft_io.Key, torch.Tensor], Rounding]:
+    """Return a checkpoint's adapters, and how its version was merged. Nothing is loaded. A
+    collective.
+
+    Raises:
+        CheckpointError: on every rank, for no checkpoint, or one of other adapters or another
+            model.
+    """
+    folder, group = real(folder), model.control_group
+    expected = expected_tensors(model.adapters.local_matrices(), group=group)
+    with agree_on(group, f"reading {folder}"):
+        meta = {"value_head": False, **json.loads((folder / "meta.json").read_text())}
+        _check_meta(folder, meta, identity(model))
+        check_base(folder, meta, model)
+        whole = _adapters_in(folder, expected, model.adapters.stacked)
+    return whole, rounding_of(model, meta)
+
+
+def _adapters_in(
+    folder: Path, expected: Mapping[peft_io.Key, tuple[int, ...]], stacked: Sequence[str]
+) -> dict[peft_io.Key, torch.Tensor]:
+    stored = peft_io.read_tensors(folder / ADAPTER, mapped=True)
+    whole = peft_io.by_module(stored, path=folder / ADAPTER)
+    whole = peft_io.as_expected(whole, expected, stacked)
+    peft_io.check_tensors(whole, expected, path=folder / ADAPTER)
+    return whole
+
+
+def rounding_of(model: Model, meta: Mapping[str, Any]) -> Rounding:
     """How the checkpoint's version was merged: sent again, it must have the same bytes. Older
     trainers rounded to nearest."""
     saved = meta.get("rounding")
-    seed = trainer.model.config.seed
+    seed = model.config.seed
     return Rounding(**saved) if saved else Rounding(mode="nearest", seed=seed)
 
 

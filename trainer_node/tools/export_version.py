@@ -59,7 +59,7 @@ class Exporting:
         trainer = self._trainer
         if meta["finetuning_type"] == "lora":
             loading.check_base(version, meta, trainer.model)
-            trainer.model.adapters.rounding = loading.rounding_of(trainer, meta)
+            trainer.model.adapters.rounding = loading.rounding_of(trainer.model, meta)
         else:
             loading.load(trainer, version, with_moments=False)
 

@@ -63,13 +63,16 @@ class EncodeChanges(Request):
     """Encode the elements of an update that differ from an earlier version. Nothing is sent.
 
     `Completed.result` has `nbytes` and `elements`, which all ranks send to a replica. Or `why_not`:
-    why whole tensors must be sent.
+    why whole tensors must be sent. If the base version was read from `base_dir`, one int64 buffer
+    [N] has the digests of its tensors, as `SendWeights` has those of the new ones.
     """
 
     kind: Literal["EncodeChanges"] = "EncodeChanges"
     version: int = Field(ge=0)
     base_version: int = Field(ge=0)
     """What every replica holds."""
+    base_dir: str | None = None
+    """Checkpoint of that version, for a trainer process that did not send it."""
     changed_only: bool = False
     """As in `SendWeights`."""
     unread: tuple[int, ...] = ()

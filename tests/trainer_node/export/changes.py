@@ -5,11 +5,14 @@ torchrun ... -m tests.trainer_node.export.changes MODEL ...
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import pytest
 import torch
 
 from orchestrator.protocol.config import LoraConfig
@@ -20,6 +23,8 @@ from trainer_node.adapters.rounding import Rounding
 from trainer_node.export.changes import Encoded, Layout, Published, encode
 from trainer_node.export.merged import Exporter
 from trainer_node.export.wire_export import WireExport
+from trainer_node.files.generations import CheckpointError
+from trainer_node.state import checkpoint, loading
 from trainer_node.training.trainer import Trainer
 from weight_transfer.changes import Message, drop_zero_signs, restore
 from weight_transfer.digest import tensor_digest
@@ -36,6 +41,8 @@ def main() -> None:
             check(model, dtype)
     check_kept_buffers(Path(sys.argv[1]))
     check_many_steps(Path(sys.argv[1]))
+    for model in map(Path, sys.argv[1:]):
+        check_recalled(model)
 
 
 def check(model: Path, dtype: str) -> None:
@@ -101,6 +108,43 @@ def check_kept_buffers(model: Path) -> None:
         assert all(torch.equal(encoded.fill(k), live[k]) for k in range(layout.count))
     published.remember(2, None)
     assert published.why_not(2, layout) is not None
+    trainer.model.close()
+
+
+def check_recalled(model: Path) -> None:
+    """A checkpoint has the adapters of what another process has sent."""
+    trainer = make_trainer(model, 1, 1, 1, dtype="bfloat16", lora=LoraConfig(rank=4, alpha=6))
+    random_adapters(trainer)
+    manifest = Exporter(trainer.model).manifest()
+    layout = of_chunks(trainer, manifest, vllm_order([s.name for s in manifest.tensors]))
+    live = filled(layout)
+    with TemporaryDirectory() as name:
+        folder = Path(name) / "3"
+        checkpoint.save(trainer, folder, version=3)
+        move(trainer, STEP)
+        trainer.model.adapters.rounding = Rounding(seed=123)  # not that of the version
+        new, published = filled(layout), Published(trainer.model, most_bytes=0)
+        assert published.lacks(3, layout)
+        published.recall(3, *loading.read_adapters(trainer.model, folder))
+        assert all(map(torch.equal, filled(layout), new)), "the trainer has other adapters now"
+        assert not published.lacks(3, layout) and published.why_not(3, layout) is None
+        encoded = encode(layout, published, version=4, most_bytes=EVERYTHING)
+        check_restored(layout, live, encoded)
+        assert encoded.old_digests_N is not None
+        for k, old_B in enumerate(live):
+            for index, tensor in zip(layout.order[k], views(layout, k, old_B), strict=True):
+                assert int(encoded.old_digests_N[index]) == int(tensor_digest(tensor))
+        published.remember(4, None)
+        move(trainer, STEP)
+        sent = encode(layout, published, version=5, most_bytes=EVERYTHING)
+        assert sent.old_digests_N is None, "this process has sent them"
+        meta = json.loads((folder / "meta.json").read_text())
+        meta["lora"]["alpha"] = 8.0
+        (folder / "meta.json").write_text(json.dumps(meta))
+        with pytest.raises(CheckpointError, match="was written with lora"):
+            loading.read_adapters(trainer.model, folder)
+        with pytest.raises(CheckpointError, match="reading"):
+            loading.read_adapters(trainer.model, folder.with_name("4"))
     trainer.model.close()
 
 

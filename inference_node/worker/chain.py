@@ -66,14 +66,37 @@ def join(
     if not request.before and not request.relays:
         return group
     after: TransferGroup | None = None
-    if request.relays:
-        try:
+    try:
+        if request.relays:
             assert relay is not None, "OpenRelay comes first"
             after = _wait_for_next(relay, group, deadline, other_end)
-        except BaseException:
-            group.close()
-            raise
+        _connect(group if request.before else None, after, device, deadline)
+    except BaseException:
+        for one in (after, group):
+            if one is not None:
+                one.close()
+        raise
     return Relayed(group, after, is_first=not request.before)
+
+
+def _connect(
+    before: TransferGroup | None, after: TransferGroup | None, device: torch.device, deadline: float
+) -> None:
+    """Pass a byte along the chain: NCCL connects two ranks with their first message, which would
+    otherwise be in a pause."""
+    byte_B = torch.zeros(1, dtype=torch.uint8, device=device)
+
+    def left_s() -> float:
+        return max(0.001, deadline - time.monotonic())
+
+    def wait(group: TransferGroup, event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            group.synchronize(event, deadline_s=left_s())
+
+    if before is not None:
+        wait(before, before.receive([(0, byte_B)], deadline_s=left_s()))
+    if after is not None:
+        wait(after, after.send([(0, byte_B)], deadline_s=left_s()))
 
 
 def _join(

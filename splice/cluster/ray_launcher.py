@@ -36,6 +36,8 @@ ROOM_S = 60.0
 """Time for the cluster to reserve CPUs and GPUs."""
 GRACE_S = 20.0
 """Time for the nodes to end after the orchestrator."""
+GONE_S = 60.0
+"""Time for Ray to end what is left of an ended run, which includes `GRACE_S`."""
 POLL_S = 0.5
 
 
@@ -74,7 +76,7 @@ class RoleActor:
             time.sleep(POLL_S)
         if self._role.name == "orchestrator":  # the run has ended
             time.sleep(GRACE_S)
-            _remove(self._group)
+            _remove(self._group, own=f"{self._group} {self._role.name}")
         threading.Event().wait()
 
 
@@ -129,6 +131,7 @@ def up(
         raise ConfigError(f"no Ray cluster at {address!r}: {error}") from error
     try:
         group = f"splice {run.run_dir}"
+        _wait_gone(ray, run_dir=run.run_dir, group=group, on_wait=on_wait)
         actors = _place(ray, placed, run_dir=run.run_dir, group=group)
         try:
             return _wait_ready(ray, run, actors, publish, time.monotonic() + timeout_s, on_wait)
@@ -139,16 +142,26 @@ def up(
         ray.shutdown()
 
 
+def _wait_gone(
+    ray: ModuleType, *, run_dir: Path, group: str, on_wait: Callable[[str], None]
+) -> None:
+    """Wait until Ray has ended what is left of an ended run: its group, then the actors in it.
+
+    Raises:
+        ConfigError: the run has not ended.
+    """
+    deadline_s = time.monotonic() + GONE_S
+    while (has_group := _group(ray, group) is not None) or _kill_actors(ray, group):
+        if (has_group and (run_dir / "endpoint").exists()) or time.monotonic() > deadline_s:
+            raise ConfigError(
+                f"the run in {run_dir} is up on Ray already; `{stop_command(run_dir)}` ends it"
+            )
+        on_wait(f"waiting until Ray has ended {group!r}")
+        time.sleep(POLL_S)
+
+
 def _place(ray: ModuleType, wanted: list[Role], *, run_dir: Path, group: str) -> dict[str, Any]:
     bundles = [bundle_of(role) for role in wanted]
-    try:
-        ray.util.get_placement_group(group)
-    except ValueError:  # there is none
-        pass
-    else:
-        raise ConfigError(
-            f"the run in {run_dir} is up on Ray already; `{stop_command(run_dir)}` ends it"
-        )
     for name in ("endpoint", "router"):
         (run_dir / name).unlink(missing_ok=True)
     placed = ray.util.placement_group(bundles, strategy="PACK", name=group, lifetime="detached")
@@ -230,11 +243,32 @@ def _missing(client: SpliceClient, roles: set[str], router: Path) -> set[str]:
     return roles - ready - {"orchestrator", "loop"} - ({"router"} if router.exists() else set())
 
 
-def _remove(group: str) -> None:
-    """Free the group's resources, and end the actors in it permanently."""
+def _remove(group: str, *, own: str = "") -> None:
+    """End the group's actors permanently, the caller's own last, and free the resources."""
     ray = _ray()
-    with contextlib.suppress(ValueError):
-        ray.util.remove_placement_group(ray.util.get_placement_group(group))
+    _kill_actors(ray, group, but=own)
+    if (found := _group(ray, group)) is not None:
+        ray.util.remove_placement_group(found)
+
+
+def _group(ray: ModuleType, name: str) -> Any | None:
+    try:
+        return ray.util.get_placement_group(name)
+    except ValueError:
+        return None
+
+
+def _kill_actors(ray: ModuleType, group: str, *, but: str = "") -> list[str]:
+    """Kill the group's actors and return their names.
+
+    Ray (2.60) only ends the processes of a removed group. Its actors stay "restarting" and their
+    names taken, until somebody kills them (ray-project/ray pull request 57726).
+    """
+    named = {name for name in ray.util.list_named_actors() if name.rpartition(" ")[0] == group}
+    for name in named - {but}:
+        with contextlib.suppress(ValueError):  # it has gone meanwhile
+            ray.kill(ray.get_actor(name))
+    return sorted(named)
 
 
 def _ray() -> ModuleType:

@@ -118,7 +118,8 @@ def test_a_run_trains_there_and_ends(models, tmp_path, cluster):
 
 @pytest.mark.parametrize("cluster", [(4, *(1,) * 7)], indirect=True, ids=["eight nodes"])
 def test_a_run_on_eight_nodes_is_stopped_and_continues(models, tmp_path, cluster):
-    """By the same command. Two nodes have real roles, six a stand-in for a replica each."""
+    """By the same command, at once: it waits until Ray has ended what is left. Two nodes have real
+    roles, six a stand-in for a replica each."""
     folder = tmp_path / "mine"
     python = wrapper(tmp_path / "python")
     options = ["--model", models["qwen3"], "--name", "tiny", "--gpus", ""]
@@ -141,10 +142,10 @@ def test_a_run_on_eight_nodes_is_stopped_and_continues(models, tmp_path, cluster
             stand_ins = [p for p in processes_of(run_dir) if "stand_in" in str(p.info["cmdline"])]
             assert len({raylet_of(process) for process in stand_ins}) == 6
             splice("stop", folder)
-        deadline_s = time.monotonic() + 90
-        while left := [p for p in processes_of(run_dir) if p.pid != os.getpid()]:
-            assert time.monotonic() < deadline_s, left
-            time.sleep(0.5)
+    deadline_s = time.monotonic() + 90
+    while left := [p for p in processes_of(run_dir) if p.pid != os.getpid()]:
+        assert time.monotonic() < deadline_s, left
+        time.sleep(0.5)
     assert log.read_text().count("step 1 of 4") == 1
     for k in range(1, 7):
         assert (run_dir / "logs" / f"inference-{k}.log").read_text().count("serves 4") == 1

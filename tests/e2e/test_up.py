@@ -239,13 +239,16 @@ def _ready(client):
     raise TimeoutError(client.status())
 
 
-def test_what_cannot_start_says_why_and_leaves_nothing(models, tmp_path):
+def test_what_cannot_start_says_why_and_leaves_nothing(models, tmp_path, monkeypatch):
     """A trainer that refuses its configuration ends `up` at once, and every role with it."""
     folder = tmp_path / "mine"
+    (tmp_path / "own_losses.py").write_text("import no_such_library")  # found, but of no use
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", path)
     options = ["--model", models["qwen3"], "--gpus", "", "--inference-python", INFERENCE_PYTHON]
     splice("init", folder, *options)
-    text = splice("up", folder, "--set", "trainer.loss_modules=['no_such_module']", code=2)
-    assert "no_such_module" in text and "trainer ended with code 2" in text
+    text = splice("up", folder, "--set", "trainer.loss_modules=['own_losses']", code=2)
+    assert "no_such_library" in text and "trainer ended with code 2" in text
     assert processes_of(folder) == []
     assert json.loads(splice("status", folder, "--json"))["phase"] == "failed"
 

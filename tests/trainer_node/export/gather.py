@@ -196,7 +196,8 @@ def check_fp8_steps(
     expected = dict(merged)
     for group in groups if is_root() else ():
         names = [manifest.tensors[i].name for i in group]
-        values = [merged[name] for name in names]
+        # There, because CUDA divides by a number as by its reciprocal, with other last bits.
+        values = [merged[name].to(device()) for name in names]
         if kind == "per_tensor":
             flat, scale = fp8.per_tensor(torch.cat([v.flatten() for v in values])[None])
             each = [(part, scale) for part in flat[0].split([v.numel() for v in values])]
@@ -205,7 +206,8 @@ def check_fp8_steps(
         else:
             each = [fp8.per_block_by_torch(value[None]) for value in values]
         for name, (weight, scale) in zip(names, each, strict=True):
-            expected[name], expected[fp8_scale(name, kind)] = weight.contiguous(), scale
+            expected[name] = weight.contiguous().cpu()
+            expected[fp8_scale(name, kind)] = scale.cpu()
     check_no_send(quantised, Lockstep(model.control_group))
     check_steps(model, quantised, sent.tensors, keeps, expected)
     for p in model.modules[0].parameters():

@@ -154,6 +154,13 @@ def with_case(result: Result, case: Case) -> Result:
     return replace(result, cases=(*result.cases, case))
 
 
+def torchrun(ranks: int) -> list[str]:
+    """What comes after the interpreter, to start a module on so many ranks; nothing for one."""
+    if ranks == 1:
+        return []
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+
+
 def inference_python() -> Path:
     """The interpreter that has vLLM: SPLICE_INFERENCE_PYTHON, else .venv-inference's."""
     return Path(os.environ.get("SPLICE_INFERENCE_PYTHON", machine.inference_python())).absolute()

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.clusters import make_model
-from benchmarks.harness import Case
+from benchmarks.harness import Case, torchrun
 
 TIMEOUT_S = float(os.environ.get("SPLICE_BENCH_TIMEOUT_S", "570"))
 
@@ -51,10 +51,8 @@ def _cases(
 ) -> Iterator[Case]:
     """Each as soon as it is there."""
     ranks = int(os.environ.get("SPLICE_BENCH_CONTEXT", "1"))
-    command = [sys.executable]
-    if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += ["-m", "benchmarks.long_worker", "--model", str(model)]
+    command = [sys.executable, *torchrun(ranks), "-m", "benchmarks.long_worker"]
+    command += ["--model", str(model)]
     command += ["--device", device, "--lengths", lengths, "--trees", trees, "--steps", steps]
     env = {"OMP_NUM_THREADS": "1"} | os.environ
     worker = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)

@@ -28,7 +28,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,12 +35,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
-import psutil
 
 from benchmarks import clusters, memory, turns
 from benchmarks.harness import Case, inference_python
 from benchmarks.stream import TokenStream, warm_prefill
-from orchestrator.processes.child import descendants
+from orchestrator.processes.child import descendants, kill_family
 from orchestrator.protocol.messages import (
     InitialSync,
     JobSpec,
@@ -352,9 +350,7 @@ def _death(cluster: Cluster, name: str) -> Iterator[Case]:
         job = pool.submit(_publish, cluster, Resync())
         time.sleep(max(usual["total"] - usual["verify"] - usual["send"] / 2, 0.0))
         killed = time.monotonic()
-        for process in (*descendants(server.pid), server):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        kill_family(server.pid)
         result = job.result()
         ended = time.monotonic()
         stream.wait_for_token_after(ended)

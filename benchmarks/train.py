@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.clusters import make_model
-from benchmarks.harness import Case
+from benchmarks.harness import Case, torchrun
 from orchestrator.errors import ConfigError
 
 PEERS = {
@@ -229,14 +229,9 @@ def _worker(
     sizes: dict[str, int] | None = None,
     gpu: str | None = None,
 ) -> dict[str, Any]:
-    torchrun = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        if ranks > 1
-        else []
-    )
     argv = [
         sys.executable,
-        *torchrun,
+        *torchrun(ranks),
         "-m",
         "benchmarks.train_worker",
         contender,

@@ -86,17 +86,14 @@ def _connect(
     otherwise be in a pause."""
     byte_B = torch.zeros(1, dtype=torch.uint8, device=device)
 
-    def left_s() -> float:
-        return max(0.001, deadline - time.monotonic())
-
     def wait(group: TransferGroup, event: torch.cuda.Event | None) -> None:
         if event is not None:
-            group.synchronize(event, deadline_s=left_s())
+            group.synchronize(event, deadline_s=_left_s(deadline))
 
     if before is not None:
-        wait(before, before.receive([(0, byte_B)], deadline_s=left_s()))
+        wait(before, before.receive([(0, byte_B)], deadline_s=_left_s(deadline)))
     if after is not None:
-        wait(after, after.send([(0, byte_B)], deadline_s=left_s()))
+        wait(after, after.send([(0, byte_B)], deadline_s=_left_s(deadline)))
 
 
 def _join(
@@ -127,7 +124,7 @@ def _wait_for_next(
     watching = threading.Thread(target=watch, name="splice-chain", daemon=True)
     watching.start()
     try:
-        return relay.join(max(0.001, deadline - time.monotonic()))
+        return relay.join(_left_s(deadline))
     except TransferAborted:
         if has_left.is_set():
             why = f"{other_end} left while this worker waited for the next replica"
@@ -136,6 +133,10 @@ def _wait_for_next(
     finally:
         is_over.set()
         watching.join(timeout=1.0)
+
+
+def _left_s(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())
 
 
 class Relayed:
@@ -189,18 +190,17 @@ class Relayed:
         """Returns the event after which the buffer may be used again."""
         if self._after is None:
             return arrived
-        left_s = max(0.001, deadline - time.monotonic())
         if arrived is None:
-            return send(self._after, left_s)
+            return send(self._after, _left_s(deadline))
         if self._leaving is None:
             # It may be an update's first buffer. An aborted receive completes its event without
             # its bytes, and the next replica would write what is there instead.
-            self._before.synchronize(arrived, deadline_s=left_s)
+            self._before.synchronize(arrived, deadline_s=_left_s(deadline))
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(arrived)
-            self._leaving = send(self._after, max(0.001, deadline - time.monotonic()))
+            self._leaving = send(self._after, _left_s(deadline))
             return self._leaving
 
     def synchronize(self, event: torch.cuda.Event, *, deadline_s: float) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -72,28 +72,23 @@ class NcclWorkerGroup(NcclGroup):
         self, messages: Sequence[tuple[int, torch.Tensor]], *, deadline_s: float
     ) -> torch.cuda.Event | None:
         """Queue the sending, in a chain of replicas; see `TransferGroup.send`."""
-        if not messages:
-            self._raise_if_aborted()
-            return None
-        with self._queueing("send", [buffer_B for _, buffer_B in messages]):
-            self._communicator.group_start()
-            try:
-                for position, buffer_B in messages:
-                    to = self._senders + position
-                    self._communicator.send(buffer_B, dst=to, stream=self._stream)
-            finally:
-                self._communicator.group_end()
-            return self._recorded()
+        return self._queue("send", [(self._senders + p, buffer_B) for p, buffer_B in messages])
 
     def receive(
         self, messages: Sequence[tuple[int, torch.Tensor]], *, deadline_s: float
     ) -> torch.cuda.Event | None:
         """Queue the receipts as one group of NCCL calls; see `TransferGroup.receive`."""
+        return self._queue("receive", messages)
+
+    def _queue(
+        self, call: Literal["send", "receive"], messages: Sequence[tuple[int, torch.Tensor]]
+    ) -> torch.cuda.Event | None:
+        """Queue the messages to or from these ranks."""
         if not messages:
             self._raise_if_aborted()
             return None
-        with self._queueing("receive", [buffer_B for _, buffer_B in messages]):
-            _receive(self._communicator, messages, self._stream)
+        with self._queueing(call, [buffer_B for _, buffer_B in messages]):
+            _move(self._communicator, call, messages, self._stream)
             return self._recorded()
 
     @contextlib.contextmanager
@@ -127,15 +122,17 @@ class NcclWorkerGroup(NcclGroup):
         self.abort("the transfer group is closed")
 
 
-def _receive(
+def _move(
     communicator: PyNcclCommunicator,
+    call: Literal["send", "receive"],
     messages: Sequence[tuple[int, torch.Tensor]],
     stream: torch.cuda.Stream,
 ) -> None:
+    move = communicator.send if call == "send" else communicator.recv
     communicator.group_start()
     try:
-        for sender, buffer_B in messages:
-            communicator.recv(buffer_B, src=sender, stream=stream)
+        for rank, buffer_B in messages:
+            move(buffer_B, rank, stream=stream)
     finally:
         communicator.group_end()
 
@@ -259,5 +256,5 @@ def _connect(communicator: PyNcclCommunicator, *, senders: int) -> None:
     """Receive a byte from each sender."""
     bytes_S1 = torch.empty((senders, 1), dtype=torch.uint8, device=communicator.device)
     stream = torch.cuda.current_stream()
-    _receive(communicator, list(enumerate(bytes_S1)), stream)
+    _move(communicator, "receive", list(enumerate(bytes_S1)), stream)
     stream.synchronize()

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -60,20 +61,31 @@ def train(cluster: Cluster) -> dict[str, Any]:
     return cluster.client.run(job, buffers=as_batch(answer), timeout_s=300.0)
 
 
-def test_one_of_two_servers_is_killed(models, tmp_path):
-    run = RunFile(
+def run_of(model: Path, folder: Path, *, replicas: int, chain: bool = False) -> RunFile:
+    return RunFile(
         name="tiny",
-        model=models["qwen3"],
-        run_dir=tmp_path / "run",
+        model=model,
+        run_dir=folder / "run",
+        publication={"chain": chain},
         trainer={"python": TRAINER_PYTHON},
         inference={
             "python": INFERENCE_PYTHON,
-            "replicas": 2,
+            "replicas": replicas,
             "max_model_len": 256,
             "cpu_kv_cache_gb": 0.1,
         },
     )
-    with Cluster(run) as cluster:
+
+
+def wait_serving(cluster: Cluster, node: str, name: str) -> None:
+    until_s = time.monotonic() + 240
+    while not is_serving(cluster, node, name):
+        assert time.monotonic() < until_s
+        time.sleep(0.5)
+
+
+def test_one_of_two_servers_is_killed(models, tmp_path):
+    with Cluster(run_of(models["qwen3"], tmp_path, replicas=2)) as cluster:
         cluster.client.run(InitialSync())
         first = train(cluster)
         one, other = cluster.base_urls
@@ -84,10 +96,7 @@ def test_one_of_two_servers_is_killed(models, tmp_path):
         second = train(cluster)
         assert second.version == 2 and second.replicas == ["inference-0"]
         with asked_all_the_time(one) as problems:
-            until_s = time.monotonic() + 240
-            while not is_serving(cluster, "inference-1", "tiny@2"):
-                assert time.monotonic() < until_s
-                time.sleep(0.5)
+            wait_serving(cluster, "inference-1", "tiny@2")
         assert not problems, "the other one's return was noticed"
         one, other = cluster.base_urls
         assert scored(one, "tiny@2") == pytest.approx(scored(other, "tiny@2"), abs=1e-5)
@@ -97,20 +106,7 @@ def test_one_of_two_servers_is_killed(models, tmp_path):
 
 def test_three_servers_in_a_chain_and_one_is_killed(models, tmp_path):
     """The trainer sends to the first; the last one's weights came through the other two."""
-    run = RunFile(
-        name="tiny",
-        model=models["qwen3"],
-        run_dir=tmp_path / "run",
-        publication={"chain": True},
-        trainer={"python": TRAINER_PYTHON},
-        inference={
-            "python": INFERENCE_PYTHON,
-            "replicas": 3,
-            "max_model_len": 256,
-            "cpu_kv_cache_gb": 0.1,
-        },
-    )
-    with Cluster(run) as cluster:
+    with Cluster(run_of(models["qwen3"], tmp_path, replicas=3, chain=True)) as cluster:
         cluster.client.run(InitialSync())
         first = train(cluster)
         assert len(first.replicas) == 3 and first.attempts == 1 and first.unverified == {}
@@ -119,10 +115,7 @@ def test_three_servers_in_a_chain_and_one_is_killed(models, tmp_path):
         server_of(cluster, "inference-1").kill()
         second = train(cluster)
         assert second.version == 2 and second.replicas == ["inference-0", "inference-2"]
-        until_s = time.monotonic() + 240
-        while not is_serving(cluster, "inference-1", "tiny@2"):
-            assert time.monotonic() < until_s
-            time.sleep(0.5)
+        wait_serving(cluster, "inference-1", "tiny@2")
         assert len(train(cluster).replicas) == 3
         wanted, *others = (scored(url, "tiny@3") for url in cluster.base_urls)
         assert all(found == pytest.approx(wanted, abs=1e-5) for found in others)

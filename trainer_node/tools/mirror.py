@@ -98,7 +98,7 @@ class Mirror:
             # A load repairs what a crash left, and the run may be up: load a folder of links.
             links = self._work / "links"
             shutil.rmtree(links, ignore_errors=True)
-            source = shutil.copytree(source, links, copy_function=_link)
+            source = shutil.copytree(source, links, copy_function=os.link)
         if self._exporting is None:
             self._exporting = Exporting(self._config, source, device=self._device)
         else:
@@ -118,10 +118,6 @@ class Mirror:
         except StoreError as error:
             log.warning("%s; the next version is written whole", error)
             return None
-
-
-def _link(source: str, to: str) -> None:
-    os.link(source, to)
 
 
 def private_key(file: Path) -> str:

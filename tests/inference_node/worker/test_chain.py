@@ -40,7 +40,7 @@ class Chain:
             for rank in range(senders)
         ]
         everyones = [one.rendezvous for one in listeners]
-        place = next(iter([one.meet(everyones) for one in listeners]))
+        place, *_ = [one.meet(everyones) for one in listeners]
         relays = [
             chain.listen(
                 OpenRelay(request_id="r", deadline_s=9, transport="tcp", towards="127.0.0.1"),
@@ -64,11 +64,14 @@ class Chain:
 
 
 def join(
-    place: Rendezvous, before: Rendezvous | None, relay: GroupListener | None
+    place: Rendezvous,
+    before: Rendezvous | None,
+    relay: GroupListener | None,
+    deadline_s: float = DEADLINE_S,
 ) -> TransferGroup:
     request = JoinTransferGroup(
         request_id="j",
-        deadline_s=DEADLINE_S,
+        deadline_s=deadline_s,
         rendezvous=place,
         before=() if before is None else (before,),
         relays=relay is not None,
@@ -208,11 +211,8 @@ def test_a_next_replica_that_does_not_come_ends_the_join() -> None:
     relay = open_listener(transport="tcp", host="127.0.0.1", world_size=2, device=CPU)
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(listener.join, DEADLINE_S)
-        request = JoinTransferGroup(
-            request_id="j", deadline_s=1.0, rendezvous=listener.rendezvous, relays=True
-        )
         with pytest.raises(TransferTimeout):
-            chain.join(request, position=0, relay=relay, device=CPU)
+            join(listener.rendezvous, None, relay, deadline_s=1.0)
         joining.result(DEADLINE_S).close()
 
 
@@ -232,10 +232,7 @@ def test_a_join_ends_if_the_trainer_leaves_while_the_next_replica_does_not_come(
     relay = open_listener(transport="tcp", host="127.0.0.1", world_size=2, device=CPU)
     with ThreadPoolExecutor(2) as pool:
         joining = pool.submit(listener.join, DEADLINE_S)
-        request = JoinTransferGroup(
-            request_id="j", deadline_s=DEADLINE_S, rendezvous=listener.rendezvous, relays=True
-        )
-        waiting = pool.submit(chain.join, request, position=0, relay=relay, device=CPU)
+        waiting = pool.submit(join, listener.rendezvous, None, relay)
         group = joining.result(DEADLINE_S)
         time.sleep(0.2)
         assert not waiting.done()

@@ -9,7 +9,7 @@ import torch
 from orchestrator.protocol.config import TrainerConfig
 from trainer_node.backends import megatron_import
 from trainer_node.hf.checkpoint import read_config
-from trainer_node.ranks import topology
+from trainer_node.ranks import gpu, topology
 from trainer_node.training.registry import import_losses
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def start(config: TrainerConfig) -> Trainer:
 
         cpu_shims.apply()
     else:
+        gpu.use_expandable_segments()
         megatron_import.load()
     # Late, because on a CPU Megatron can be imported only after the shims.
     from trainer_node.model import kernel_check

@@ -153,6 +153,7 @@ class Bench:
             "pack_tokens": self.trainer.micro_batch_tokens,
             "sharing_obstacle": self.trainer.model.sharing_obstacle,
             "longest": self.trainer.longest_trained,
+            "is_offloaded": self.offloads(batch),
             **{n: metrics[n] for n in ("peak_memory_bytes", "recomputed_share", "shared_tokens")},
         }
         if self.config["model_type"] in FLOPS_KNOWN:
@@ -162,6 +163,10 @@ class Bench:
         if is_tree:
             result |= self.apart(batch, warm=is_short)
         return result
+
+    def offloads(self, batch: Batch) -> bool:
+        """Whether layers' inputs of one of its packs were in host memory."""
+        return any(map(self.trainer.offloads, self.trainer._cut(batch).loads))
 
     def apart(self, batch: Batch, *, warm: bool) -> dict[str, Any]:
         """The same step without sharing, once."""
@@ -193,6 +198,7 @@ class Bench:
                     "longest": max(step),
                     "seconds": spent,
                     "packs": len(self.trainer._cut(batch)),
+                    "is_offloaded": self.offloads(batch),
                     **{n: metrics[n] for n in ("recomputed_share", "peak_memory_bytes")},
                     **_allocator(self.device),
                 }
@@ -206,6 +212,7 @@ class Bench:
             "steps_wanted": len(lengths),
             "pack_tokens": self.trainer.micro_batch_tokens,
             "longest": self.trainer.longest_trained,
+            "alloc_conf": os.environ.get("PYTORCH_ALLOC_CONF", ""),
         }
 
 

@@ -284,11 +284,18 @@ class Trainer(Scorer):
         check_accumulation(
             grad_accumulation_sequences, dp_size=parallel_state.get_data_parallel_world_size()
         )
-        way = self.model.config.recompute.replace("auto", "full")
-        check_fits(batch, self.longest_trained, f"with recompute = {way!r}")
+        check_fits(batch, self.longest_trained, self._last_way())
         largest = max(self.micro_batch_tokens, *batch.lengths)
         passes.check_routing(self.model, batch, recomputes=self.share_of(largest) > 0)
         check_text(batch, getattr(self.model.hf_config, "tower_tokens", ()))
+
+    def _last_way(self) -> str:
+        """How the longest sequence that fits would run."""
+        way = self.model.config.recompute.replace("auto", "full")
+        if self.memory and all(rank.offloaded is not None for rank in self.memory):
+            is_full = self.longest_trained == self.memory[0].host_tokens
+            return "with recompute = 'offload'" + " in this host's memory" * is_full
+        return f"with recompute = {way!r}"
 
     # ------------------------------------------------------------ the optimizer
 

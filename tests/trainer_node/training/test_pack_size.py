@@ -111,6 +111,38 @@ def test_one_way_may_be_ruled_out() -> None:
     assert (full.share(1), full.pack_tokens, full.longest_trained) == (1.0, 65_536, 124_000)
 
 
+def offloading(host_tokens: int, **ends: MemoryModel | None) -> RankMemory:
+    """With layers' inputs on the host, a pack of n thousand tokens takes 3 + 0.2 n GB."""
+    line = MemoryModel(fixed_bytes=3.0 * GB, bytes_per_token=0.2e6)
+    return dataclasses.replace(memory(60, **ends), offloaded=line, host_tokens=host_tokens)
+
+
+def test_inputs_go_to_the_host_only_where_recomputation_does_not_suffice() -> None:
+    """In 60 GB there is room for 114,000 tokens with recomputation, or 285,000 with offload."""
+    found = offloading(400_000)
+    assert not found.offloads(114_000) and found.offloads(114_001)
+    assert found.share(114_001) == 1.0, "every layer runs again"
+    assert (found.pack_tokens, found.bundle_tokens) == (23_040, 285_000)
+    assert found.longest_trained == 310_000, "(65 - 3) / 0.2"
+    assert found.longest_scored == memory(60).longest_scored
+
+
+def test_the_hosts_memory_is_a_limit_too() -> None:
+    found = offloading(200_000)
+    assert found.longest_trained == found.bundle_tokens == 200_000
+    assert found.offloads(200_000) and not found.offloads(200_001)
+    less = offloading(100_000)
+    assert less.longest_trained == 124_000 and not less.offloads(120_000), (
+        "in the margin, as before"
+    )
+
+
+def test_offload_may_be_the_only_way() -> None:
+    only = offloading(50_000, kept=None, recomputed=None)
+    assert only.offloads(1) and only.share(1) == 1.0
+    assert (only.pack_tokens, only.longest_trained) == (49_920, 50_000)
+
+
 def test_a_gpu_that_others_have_filled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one probe has room."""
     monkeypatch.setattr(pack_size, "_room", lambda _: -2_500_000_000)
@@ -121,7 +153,7 @@ def test_a_gpu_that_others_have_filled_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_ranks_exchange_what_they_measured() -> None:
-    for one in (memory(60), memory(60, kept=None)):
+    for one in (memory(60), memory(60, kept=None), offloading(7)):
         assert RankMemory.of(dataclasses.asdict(one)) == one
 
 

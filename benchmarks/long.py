@@ -5,11 +5,14 @@ random weights, and takes a step of each case. Shapes from SPLICE_BENCH_SHAPES (
 from SPLICE_BENCH_LENGTHS (16384,32768,65536,131072; empty: none), trees from SPLICE_BENCH_TREES
 (16x1024+4096,16x1024+32768: answers x tokens + prompt; empty: none). Sequences of up to 32,768
 tokens take SPLICE_BENCH_SAMPLES (3) steps after a first one, longer ones a single step: the start's
-probes have loaded the kernels. SPLICE_BENCH_MIXED (0) steps have sequences of mixed lengths,
-log-uniform from 128 to SPLICE_BENCH_MIXED_LONGEST (100000) tokens, SPLICE_BENCH_MIXED_SEQUENCES (2)
-a step. Two are 30,000 tokens on average, so 50 steps of an 8B on one H200 take five minutes at
-5,000 tokens/s. A shape gets SPLICE_BENCH_TIMEOUT_S (570). SPLICE_BENCH_CONTEXT (1)
-ranks share each sequence (`parallel.context`); beyond one, names end in /cpN.
+probes have loaded the kernels. SPLICE_BENCH_RECOMPUTE (auto) is `trainer.recompute`.
+
+SPLICE_BENCH_MIXED (0) steps have sequences of mixed lengths, log-uniform from 128 to
+SPLICE_BENCH_MIXED_LONGEST (100000) tokens, SPLICE_BENCH_MIXED_SEQUENCES (2) a step. Two are 30,000
+tokens on average, so 50 steps of an 8B on one H200 take five minutes at 5,000 tokens/s.
+
+A shape gets SPLICE_BENCH_TIMEOUT_S (570). SPLICE_BENCH_CONTEXT (1) ranks share each sequence
+(`parallel.context`); beyond one, names end in /cpN.
 
     SHAPE/long/TOKENS           one sequence; its second half carries loss
     SHAPE/tree/NxANSWER+PROMPT  N answers to one prompt, shared and, as the peer, each by itself

@@ -122,6 +122,7 @@ class Bench:
                 device=device,  # type: ignore[arg-type]
                 dtype="bfloat16" if device == "cuda" else "float32",
                 lora=LoraConfig(rank=RANK, alpha=ALPHA),
+                recompute=os.environ.get("SPLICE_BENCH_RECOMPUTE", "auto"),  # type: ignore[arg-type]
                 parallel=ParallelConfig(context=world, world_size=world),
             )
         )

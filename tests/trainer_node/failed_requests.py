@@ -350,6 +350,10 @@ def check_too_long(bench: Bench) -> None:
         assert bench.ask(ForwardBackward, buffers, **batch) is None
         (failure,) = bench.failures
         assert f"holds 11 with recompute = 'offload'{more}; raise" in failure.text
+    (one,) = holding(11, 12)
+    trainer.memory = (replace(one, offloaded=line, host_tokens=10),)
+    assert bench.ask(ForwardBackward, buffers, **batch) is None
+    assert how in bench.failures[-1].text, "the host holds fewer"
     trainer.memory = holding(12, 11)
     bench.ok(ForwardBackward, buffers, **batch)
     trainer.memory = holding(11, 12)

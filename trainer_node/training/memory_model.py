@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 LEAST_TOKENS, MOST_TOKENS, STEP = 256, 65_536, 256
@@ -132,6 +132,11 @@ class RankMemory:
     def longest_trained(self) -> int:
         """Tokens of the longest sequence that fits, in its own pack."""
         return self._longest(self.room_bytes + self.margin_bytes)
+
+    @property
+    def longest_without_offload(self) -> int:
+        """The same, with the layers' inputs on the GPU."""
+        return replace(self, offloaded=None).longest_trained
 
     def _longest(self, room_bytes: float) -> int:
         kept, recomputed, offloaded = (

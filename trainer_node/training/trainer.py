@@ -292,8 +292,9 @@ class Trainer(Scorer):
     def _last_way(self) -> str:
         """How the longest sequence that fits would run."""
         way = self.model.config.recompute.replace("auto", "full")
-        if self.memory and all(rank.offloaded is not None for rank in self.memory):
-            is_full = self.longest_trained == self.memory[0].host_tokens
+        longest = self.longest_trained or 0
+        if longest > min((rank.longest_without_offload for rank in self.memory), default=longest):
+            is_full = longest == self.memory[0].host_tokens
             return "with recompute = 'offload'" + " in this host's memory" * is_full
         return f"with recompute = {way!r}"
 

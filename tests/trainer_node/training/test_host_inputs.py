@@ -38,7 +38,7 @@ def layers_of(inputs: LayerInputs, *, is_on: bool) -> tuple[torch.Tensor, torch.
     """Gradients of an input and of what all layers share, after three layers."""
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(5, 1, 8, generator=generator, requires_grad=True)
-    shared = torch.randn(5, 1, 1, 4, generator=generator, requires_grad=True)
+    shared = torch.randn(5, 1, 4, generator=generator, requires_grad=True)
 
     def layer(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         return (x * table.sum()).tanh() + x

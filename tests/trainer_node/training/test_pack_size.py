@@ -5,6 +5,7 @@ leaves behind (nothing) is in `packing.py`.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,7 @@ def test_the_hosts_memory_is_a_limit_too() -> None:
     found = offloading(200_000)
     assert found.longest_trained == found.bundle_tokens == 200_000
     assert found.offloads(200_000) and not found.offloads(200_001)
+    assert found.longest_without_offload == 124_000
     less = offloading(100_000)
     assert less.longest_trained == 124_000 and not less.offloads(120_000), (
         "in the margin, as before"
@@ -171,7 +173,8 @@ def test_the_config_takes_a_number_or_auto() -> None:
 
 
 @pytest.mark.gpu1
-def test_the_chosen_pack_fits_on_a_gpu(models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("recompute", ["auto", "offload"])
+def test_the_chosen_pack_fits_on_a_gpu(models: dict[str, Path], recompute: str) -> None:
     """The model's prediction for a pack of the chosen size is within a tenth of what that pack
     takes.
     """
@@ -179,19 +182,23 @@ def test_the_chosen_pack_fits_on_a_gpu(models: dict[str, Path]) -> None:
 
     trainer = start(
         TrainerConfig(
-            model=models["moe"], device="cuda", dtype="bfloat16", lora=LoraConfig(rank=8, alpha=16)
+            model=models["moe"],
+            device="cuda",
+            dtype="bfloat16",
+            lora=LoraConfig(rank=8, alpha=16),
+            recompute=recompute,  # type: ignore[arg-type]
         )
     )
     try:
         tokens = trainer.micro_batch_tokens
         assert memory_model.LEAST_TOKENS <= tokens <= memory_model.MOST_TOKENS
         (found,) = trainer.memory
-        for share, line in ((0.0, found.kept), (1.0, found.recomputed)):
+        ways = [(0.0, False, found.kept), (1.0, False, found.recomputed)]
+        if recompute == "offload":
+            ways = [(1.0, True, found.offloaded)]
+        for share, offload, line in ways:
             assert line is not None
-
-            def run(tokens: int, share: float = share) -> None:
-                pack_size.probe(trainer, tokens, share=share)
-
+            run = partial(pack_size.probe, trainer, share=share, offload=offload)
             predicted, measured = line.peak_bytes(16_384), pack_size._peak(trainer, 16_384, run)
             assert abs(predicted / measured - 1) < 0.1, (share, line, predicted, measured)
     finally:

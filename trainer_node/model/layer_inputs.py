@@ -94,10 +94,17 @@ class _Input:
         self._like = torch.empty_like(tensor, device="meta")
         self._device = tensor.device
         pieces = _bytes_of(tensor).split(CHUNK_BYTES)
-        is_pinned = stream is not None
-        self._chunks = [
-            torch.empty(len(piece), dtype=torch.uint8, pin_memory=is_pinned) for piece in pieces
-        ]
+        try:
+            self._chunks = [
+                torch.empty(len(piece), dtype=torch.uint8, pin_memory=stream is not None)
+                for piece in pieces
+            ]
+        except RuntimeError as error:
+            error.add_note(
+                "(while pinning host memory for the layers' inputs of a long pack; another process "
+                "may have taken it, or use recompute = 'full')"
+            )
+            raise
         with self._copying():
             for chunk_B, piece_B in zip(self._chunks, pieces, strict=True):
                 chunk_B.copy_(piece_B, non_blocking=True)

@@ -131,6 +131,15 @@ class Scorer:
         """Tokens of the longest sequence that fits; None: not measured."""
         return min((rank.longest_trained for rank in self.memory), default=None)
 
+    @property
+    def longest_way(self) -> str:
+        """How that sequence would run, for a message."""
+        longest, way = self.longest_trained, self.model.config.recompute.replace("auto", "full")
+        if longest is not None and longest > min(r.longest_without_offload for r in self.memory):
+            is_full = longest == self.memory[0].host_tokens
+            return "with recompute = 'offload'" + " in this host's memory" * is_full
+        return f"with recompute = {way!r}"
+
     def _cut(self, batch: Batch) -> Packs:
         budget = self.micro_batch_tokens
         most = None

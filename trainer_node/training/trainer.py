@@ -284,19 +284,10 @@ class Trainer(Scorer):
         check_accumulation(
             grad_accumulation_sequences, dp_size=parallel_state.get_data_parallel_world_size()
         )
-        check_fits(batch, self.longest_trained, self._last_way())
+        check_fits(batch, self.longest_trained, self.longest_way)
         largest = max(self.micro_batch_tokens, *batch.lengths)
         passes.check_routing(self.model, batch, recomputes=self.share_of(largest) > 0)
         check_text(batch, getattr(self.model.hf_config, "tower_tokens", ()))
-
-    def _last_way(self) -> str:
-        """How the longest sequence that fits would run."""
-        way = self.model.config.recompute.replace("auto", "full")
-        longest = self.longest_trained or 0
-        if longest > min((rank.longest_without_offload for rank in self.memory), default=longest):
-            is_full = longest == self.memory[0].host_tokens
-            return "with recompute = 'offload'" + " in this host's memory" * is_full
-        return f"with recompute = {way!r}"
 
     # ------------------------------------------------------------ the optimizer
 

@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
+from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import LossSpec
 from tests.trainer_node.training.operations import take_gradients, whole_batch
 from tests.trainer_node.worker import make_trainer, random_adapters
 from trainer_node.model import layer_inputs
+from trainer_node.ranks import host_memory
+from trainer_node.training import pack_size
 from trainer_node.training.trainer import Trainer
 
 SPECS = (LossSpec(name="dapo", entropy_bonus=0.05), LossSpec(name="cross_entropy"))
@@ -41,6 +48,55 @@ def measure(trainer: Trainer, way: tuple[float, bool]) -> tuple[list[float], lis
         losses.append(trainer.forward_backward(batch, spec)[0].loss)
         gradients.append(take_gradients(trainer))
     return losses, gradients, trainer.model.layer_inputs.moved_bytes - before
+
+
+def check_start(trainer: Trainer, room_tokens: int) -> None:
+    """What a start on a GPU measures, with real passes and peaks by hand: with room for half of the
+    model's positions, the fourth kind of pass is measured, and its host memory.
+    """
+    peaks = {(0.0, False): 40, (1.0, False): 10, (1.0, True): 5}
+    way, probe = (0.0, False), pack_size.probe
+
+    def noting(trainer: Trainer, tokens: int, *, forward_only: bool = False, **chosen: Any) -> None:
+        nonlocal way
+        way = (chosen.get("share", 0.0), chosen.get("offload", False))
+        probe(trainer, tokens, forward_only=forward_only, **chosen)
+
+    def peak(_: Trainer, tokens: int, run: Callable[[int], None]) -> int:
+        run(tokens)
+        return peaks[way] * tokens
+
+    trainer.forced_share, trainer.forced_offload = None, False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pack_size, "probe", noting)
+        patch.setattr(pack_size, "_peak", peak)
+        patch.setattr(pack_size, "_room", lambda _: 10 * room_tokens)
+        patch.setattr(pack_size, "_margin_bytes", lambda: 0.0)
+        patch.setattr(host_memory, "room_bytes", lambda: 10**7)
+        patch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+        (found,) = trainer.memory = pack_size._measured(trainer)
+        assert found.longest_without_offload == room_tokens
+        if room_tokens >= trainer.model.max_length:
+            assert found.offloaded is None
+            return
+        assert found.offloaded is not None
+        assert found.offloaded.bytes_per_token == 5.0
+        # Two layers and at most two hidden states of the norm, of 64 features each.
+        assert 10**7 // (4 * 64 * 4) <= found.host_tokens <= 10**7 // (2 * 64 * 4)
+        assert trainer.longest_trained == 2 * room_tokens
+        assert trainer.longest_way == "with recompute = 'offload'"
+        assert trainer.offloads(room_tokens + 1) and not trainer.offloads(room_tokens)
+        patch.setattr(host_memory, "room_bytes", lambda: 10**5)
+        (found,) = trainer.memory = pack_size._measured(trainer)
+        assert found.offloaded is None, "the host has no room for a probe"
+        assert trainer.longest_way == "with recompute = 'full'"
+        trainer.model.config = trainer.model.config.model_copy(update={"recompute": "offload"})
+        with pytest.raises(ConfigError, match=r"'offload' needs 0\.0 GB of host memory at least"):
+            pack_size._measured(trainer)
+        patch.setattr(host_memory, "room_bytes", lambda: 10**7)
+        (only,) = pack_size._measured(trainer)
+        assert only.kept is only.recomputed is None
+        assert only.pack_tokens == 2 * room_tokens // 256 * 256
 
 
 def main() -> None:
@@ -76,6 +132,10 @@ def main() -> None:
         for ours, theirs in zip(gradients, found[name][1], strict=True):
             assert ours.keys() == theirs.keys()
             assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    if not gpu and dist.get_world_size() == 1:
+        trainer.model.hf_config.max_position_embeddings = 8192
+        check_start(trainer, 8192)
+        check_start(trainer, 4096)
     trainer.model.close()
 
 

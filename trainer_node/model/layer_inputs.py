@@ -91,8 +91,9 @@ class _Input:
         """Comes after the last copy; None: whoever computes has waited for it."""
         self._before, self._stream = before, stream
         self._here: torch.Tensor | None = tensor
-        self._like = torch.empty_like(tensor, device="meta")
-        self._device = tensor.device
+        self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
+        self._stride = tensor.stride()
+        """Also of the axes of one element: products with other strides round differently."""
         pieces = _bytes_of(tensor).split(CHUNK_BYTES)
         try:
             self._chunks = [
@@ -126,7 +127,9 @@ class _Input:
 
     def _come(self) -> torch.Tensor:
         if self._here is None:
-            self._here = torch.empty_like(self._like, device=self._device)
+            self._here = torch.empty_strided(
+                self._shape, self._stride, dtype=self._dtype, device=self._device
+            )
             pieces = _bytes_of(self._here).split(CHUNK_BYTES)
             with self._copying():
                 for chunk_B, piece_B in zip(self._chunks, pieces, strict=True):

@@ -54,7 +54,9 @@ def tree_batch() -> Batch:
 
 
 def check_every_budget(trainer: Trainer, batch: Batch, apart: dict) -> None:
-    """One pack, packs that cut the bundles, packs that recompute, also with offload, and scores of the prompts too."""
+    """One pack, packs that cut the bundles, packs that recompute, these with offload too, and the
+    prompts' scores.
+    """
     model = trainer.model
     for budget in (4096, 20):
         trainer.micro_batch_tokens = budget
@@ -71,8 +73,8 @@ def check_every_budget(trainer: Trainer, batch: Batch, apart: dict) -> None:
     trainer.share_of = lambda _: 1.0  # type: ignore[method-assign]
     for offloads in (False, True):
         trainer.offloads = lambda _, is_on=offloads: is_on  # type: ignore[method-assign]
-        again = measure(trainer, batch)
-        assert bool(model.layer_inputs.moved_bytes) == offloads
+        before, again = model.layer_inputs.moved_bytes, measure(trainer, batch)
+        assert (model.layer_inputs.moved_bytes > before) == offloads
         assert torch.equal(kept["scores"], again["scores"]) and kept["losses"] == again["losses"]
         for a, b in zip(kept["gradients"], again["gradients"], strict=True):
             assert all(torch.equal(a[n], b[n]) for n in a)

@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.trainer_node.conftest import run_on_gpus
+from tests.trainer_node.families import FAMILIES, make
 from trainer_node.model import layer_inputs
 from trainer_node.model.layer_inputs import LayerInputs
 
@@ -25,7 +26,14 @@ def test_gradients_have_the_same_bits(
 ) -> None:
     """On one rank, on tensor ranks that share a mixture's experts, and in a pipeline."""
     ranks = sizes[0] * sizes[1]
-    torchrun(ranks, "training.host_inputs", tmp_path, models[name], *sizes)
+    flags = ("start",) if ranks == 1 else ()
+    torchrun(ranks, "training.host_inputs", tmp_path, models[name], *sizes, *flags)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_familys_gradients_have_the_same_bits(family: str, torchrun, tmp_path: Path) -> None:
+    model = make(family, tmp_path / family)
+    torchrun(1, "training.host_inputs", tmp_path, model, 1, 1, 1)
 
 
 @pytest.mark.gpu1

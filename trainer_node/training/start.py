@@ -30,6 +30,10 @@ def start(config: TrainerConfig) -> Trainer:
 
         cpu_shims.apply()
     else:
+        if config.numerics == "exact":
+            from trainer_node.backends import cpu_te
+
+            cpu_te.install()
         megatron_import.load()
     # Late, because on a CPU Megatron can be imported only after the shims.
     from trainer_node.model import kernel_check

@@ -132,12 +132,16 @@ def _kept(function: Any, found: Found, name: str) -> Any:
     return kept
 
 
-@torch.no_grad()
 def measured(config: TrainerConfig, sampler: Found) -> Found:
     """What the trainer computes for the sampler's tokens."""
     from trainer_node.training.start import start
 
     trainer = start(config)
+    with torch.no_grad():
+        return _measured(trainer, config.numerics == "exact", sampler)
+
+
+def _measured(trainer: Any, is_exact: bool, sampler: Found) -> Found:
     model, found = trainer.model, dict[str, torch.Tensor]()
     asked = [torch.tensor(ids) for ids in bits.sequences(model.vocab_size, bits.SEQUENCES)]
     with _hooks(model.head, found):
@@ -145,7 +149,6 @@ def measured(config: TrainerConfig, sampler: Found) -> Found:
     head = model.head
     tied = head.share_embeddings_and_output_weights
     weight = head.shared_embedding_or_output_weight() if tied else head.output_layer.weight
-    is_exact = config.numerics == "exact"
     product = kernels.linear if is_exact else torch.nn.functional.linear
     found["logits"] = product(found["final_norm"], weight)[:, : model.vocab_size]
     found["log_probs"] = kernels.log_softmax(found["logits"].float())

@@ -165,6 +165,16 @@ TASKS = (
     _bench("long-8b", "long", 1, 580, SPLICE_BENCH_SHAPES="8b"),
     _bench("long-30b-a3b", "long", 1, 580, SPLICE_BENCH_SHAPES="30b-a3b"),
     _bench(
+        "long-mixed-8b",
+        "long",
+        1,
+        580,
+        SPLICE_BENCH_SHAPES="8b",
+        SPLICE_BENCH_LENGTHS="",
+        SPLICE_BENCH_TREES="",
+        SPLICE_BENCH_MIXED="50",
+    ),
+    _bench(
         "train-2-30b-a3b",
         "train",
         2,

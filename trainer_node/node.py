@@ -397,6 +397,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     nodes: dict[str, Node] = {}
     try:
         config = read_json(arguments.config, TrainerConfig)
+        if config.device == "cuda":
+            gpu.use_expandable_segments()  # the greeting to the orchestrator initialises CUDA
         code = run(
             endpoint=arguments.endpoint,
             node_id=arguments.node_id,

@@ -264,13 +264,15 @@ class TrainerConfig(Settings):
     its own pass. Context-parallel ranks share the tokens. The number affects memory and speed, not
     results. auto: on a GPU, as many as fit into its memory, measured at the start, at most 65,536,
     and the same on all ranks; on a CPU, 4096."""
-    recompute: Literal["auto", "none", "selective", "full"] = "auto"
+    recompute: Literal["auto", "none", "selective", "full", "offload"] = "auto"
     """Activations that the backward pass recomputes.
 
     auto: in each pass those of as few layers as its tokens need to fit into the GPU's memory,
-    measured at the start; a sequence that fits in no way is refused by name. On a CPU, none.
-    selective: those of core attention, which fused kernels do not keep anyway. full: all but each
-    layer's input. With a number in micro_batch_tokens, only auto measures."""
+    measured at the start; offload where even full does not fit. A sequence that fits in no way is
+    refused by name. On a CPU, none. selective: those of core attention, which fused kernels do not
+    keep anyway. full: all but each layer's input. offload: full, and each layer's input is in
+    (pinned) host memory until the backward pass. With a number in micro_batch_tokens, only auto
+    measures."""
     shared_prefixes: bool = True
     """Compute a prefix that several sequences of a batch share once, such as the prompt of a group
     of answers. Log-probs and gradients are the same within rounding. Where the model's layers

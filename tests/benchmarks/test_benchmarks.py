@@ -39,6 +39,7 @@ CASE_KEYS = {
 }
 WITHOUT_PEER = {
     "tiny-dense/long/48",
+    "tiny-dense/long/mixed",
     "control/empty-job-p99",
     "control/one-commit",
     "save/tiny/adapter",
@@ -60,7 +61,7 @@ SMALL = {
     "export": {"export/tiny/wire", "export/tiny/manifest", "export/tiny/plan"},
     "arrival": {"arrival/16x2048"},
     "save": {"save/tiny/checkpoint", "save/tiny/adapter"},
-    "long": {"tiny-dense/tree/4x8+32", "tiny-dense/long/48"},
+    "long": {"tiny-dense/tree/4x8+32", "tiny-dense/long/48", "tiny-dense/long/mixed"},
     "logits": {"logits/chunked-256", "logits/default-256"},
     "fidelity": {"tiny/matrix/lr0.001/rank8/seed1/step2/stochastic"},
 }

@@ -15,6 +15,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -341,6 +342,18 @@ def check_too_long(bench: Bench) -> None:
         holds = f"sequence 2 has 12 tokens; this trainer holds 11 {way}; raise parallel.context"
         assert holds in failure.text
         assert trainer.first_forward_s == 0 and trainer.pending.num_batches == 1
+    for host_tokens, more in ((50, ""), (11, " in this host's memory")):
+        # Eleven tokens fit with offload, on the GPU or on the host, and four without.
+        (one,) = holding(4, 12)
+        line = MemoryModel(fixed_bytes=0.0, bytes_per_token=60 / (11 if not more else 50))
+        trainer.memory = (replace(one, offloaded=line, host_tokens=host_tokens),)
+        assert bench.ask(ForwardBackward, buffers, **batch) is None
+        (failure,) = bench.failures
+        assert f"holds 11 with recompute = 'offload'{more}; raise" in failure.text
+    (one,) = holding(11, 12)
+    trainer.memory = (replace(one, offloaded=line, host_tokens=10),)
+    assert bench.ask(ForwardBackward, buffers, **batch) is None
+    assert how in bench.failures[-1].text, "the host holds fewer"
     trainer.memory = holding(12, 11)
     bench.ok(ForwardBackward, buffers, **batch)
     trainer.memory = holding(11, 12)

@@ -18,23 +18,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 import torch
 
 from trainer_node.files.generations import CheckpointError
+from trainer_node.ranks import host_memory
 
 log = logging.getLogger("splice.trainer")
 TIMEOUT_S = 3600.0
 """Longest wait for a save, in seconds; the request that waits has its own deadline."""
-SHARE_OF_HOST = 0.5
-"""Most of the host's free memory that the copies of its ranks may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +213,4 @@ def _or_reads_them() -> Iterator[None]:
 
 def _is_room(nbytes: int) -> bool:
     """Whether all ranks of this host, which copy at the same time, have room for as much."""
-    nbytes *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    with contextlib.suppress(OSError):
-        return nbytes <= SHARE_OF_HOST * psutil.virtual_memory().available
-    return False
+    return nbytes <= host_memory.room_bytes()

@@ -35,6 +35,7 @@ from trainer_node.hf.checkpoint import HfCheckpoint, tensor_files, warn_of_round
 from trainer_node.hf.names import strip_wrappers
 from trainer_node.layout.layouts import layouts
 from trainer_node.model import paths, providers, recompute, value_head
+from trainer_node.model.layer_inputs import LayerInputs
 from trainer_node.model.model import Model
 from trainer_node.model.parameters import (
     VOCAB_PARAMS,
@@ -122,6 +123,7 @@ def build(config: TrainerConfig, hf_config: Any) -> Model:
         adapters=adapters,
         params=params,
         experts=experts,
+        layer_inputs=LayerInputs(hidden_size=provider.hidden_size, device=device),
         num_parameters=num_parameters,
         fallbacks=_fallbacks(config, provider, device, modules[0], adapters),
         sharing_obstacle=_sharing_obstacle(config, provider, modules[0], control_group),

@@ -15,6 +15,7 @@ from trainer_node.adapters.rounding import Rounding
 from trainer_node.hf.checkpoint import HfCheckpoint
 from trainer_node.layout.pieces import TrainedParam
 from trainer_node.model.experts import StackedExperts
+from trainer_node.model.layer_inputs import LayerInputs
 from trainer_node.ranks import topology
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -55,6 +56,8 @@ class Model:
     """Trained parameters: the adapters, or all with finetuning_type "full"; and the value head."""
     experts: list[StackedExperts]
     """Layers whose experts are stacked; empty: the experts are Megatron's, or there are none."""
+    layer_inputs: LayerInputs
+    """Where the inputs of recomputed layers are until the backward pass."""
     num_parameters: int
     """Trainable elements of the whole model."""
     fallbacks: dict[str, str]

@@ -1,12 +1,13 @@
-"""A GPU after a CUDA fault, such as an index beyond the end of a tensor.
+"""This process's GPU: how torch takes its memory, and what is left after a CUDA fault.
 
-No CUDA call of the process works afterwards. To free a tensor that was used on a second stream, or
-pinned memory, is such a call too, and ends the process with SIGABRT. What could hold one is
-therefore kept until the process leaves by `os._exit`.
+After a fault, such as an index beyond the end of a tensor, no CUDA call of the process works. To
+free a tensor that was used on a second stream, or pinned memory, is such a call too, and ends the
+process with SIGABRT. What could hold one is therefore kept until the process leaves by `os._exit`.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +16,16 @@ from orchestrator import errors
 
 E = TypeVar("E", bound=BaseException)
 _kept: list[Any] = []
+
+
+def use_expandable_segments() -> None:
+    """Let torch extend its segments of GPU memory, unless the user has configured its allocator.
+
+    Packs differ in length. Without it, torch keeps memory in pieces that are too small for the next
+    one. Must run before the process initialises CUDA.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def works(device: torch.device) -> bool:

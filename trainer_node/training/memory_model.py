@@ -1,7 +1,8 @@
 """What fits into a GPU's memory: a measured memory model, without tensors.
 
-    peak(tokens) = fixed + per_token * tokens, of three kinds of pass: forward and backward with
-    every activation kept, the same with every layer run again, and forward only
+    peak(tokens) = fixed + per_token * tokens, of four kinds of pass: forward and backward with
+    every activation kept, the same with every layer run again, this with the layers' inputs in host
+    memory, and forward only
 
 A layer whose activations are recomputed keeps its input only. So the peak falls in a line with the
 number of such layers, and `share` finds the fewest with which a pack fits.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 LEAST_TOKENS, MOST_TOKENS, STEP = 256, 65_536, 256
@@ -70,7 +71,8 @@ def longest(model: MemoryModel, *, room_bytes: float) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """One rank's memory. `kept` and `recomputed` are the two ends; one of them may be ruled out."""
+    """One rank's memory. `kept` and `recomputed` are the two ends; one of them may be ruled out, or
+    both: then `offloaded` is the only way."""
 
     kept: MemoryModel | None
     """Of a pack whose activations all stay until the backward pass."""
@@ -81,6 +83,11 @@ class RankMemory:
     room_bytes: float
     margin_bytes: float
     """What packs leave free, and a long sequence may take."""
+    offloaded: MemoryModel | None = None
+    """Of a pack whose layers all run again, with their inputs in host memory. None: ruled out, or
+    no sequence needs it."""
+    host_tokens: int = 0
+    """Most tokens of a pack whose layers' inputs fit into host memory; the same on all ranks."""
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> RankMemory:
@@ -98,16 +105,22 @@ class RankMemory:
             return 0.0
         return min(1.0, (most - self.room_bytes) / (most - least))
 
+    def offloads(self, tokens: int) -> bool:
+        """Whether a pack of `tokens` needs its layers' inputs in host memory. They fit there."""
+        if self.offloaded is None or tokens > self.host_tokens:
+            return False
+        return self.recomputed is None or self.recomputed.peak_bytes(tokens) > self.room_bytes
+
     @property
     def pack_tokens(self) -> int:
         """Tokens of a pack: what fits without recomputation, which is the fastest, unless that
         leaves the GPU idle. 0: nothing fits."""
-        kept, recomputed = (
+        kept, recomputed, offloaded = (
             0 if model is None else choose(model, room_bytes=self.room_bytes)
-            for model in (self.kept, self.recomputed)
+            for model in (self.kept, self.recomputed, self.offloaded)
         )
         if self.kept is None:
-            return recomputed
+            return max(recomputed, min(offloaded, self.host_tokens // STEP * STEP))
         return max(kept, min(FILLING_TOKENS, recomputed))
 
     @property
@@ -120,9 +133,17 @@ class RankMemory:
         """Tokens of the longest sequence that fits, in its own pack."""
         return self._longest(self.room_bytes + self.margin_bytes)
 
+    @property
+    def longest_without_offload(self) -> int:
+        """The same, with the layers' inputs on the GPU."""
+        return replace(self, offloaded=None).longest_trained
+
     def _longest(self, room_bytes: float) -> int:
-        models = [model for model in (self.kept, self.recomputed) if model is not None]
-        return max(longest(model, room_bytes=room_bytes) for model in models)
+        kept, recomputed, offloaded = (
+            0 if model is None else longest(model, room_bytes=room_bytes)
+            for model in (self.kept, self.recomputed, self.offloaded)
+        )
+        return max(kept, recomputed, min(offloaded, self.host_tokens))
 
     @property
     def longest_scored(self) -> int:

@@ -5,9 +5,12 @@
     -> `memory_model.RankMemory` -> the most tokens of a pack, the smallest number of all ranks
 
 Passes that keep every activation, passes that recompute every layer, and forward passes have a
-line each. The probes run at start-up, with every gradient allocated, as in all micro-batches of a
-step except its first. They keep room for AdamW's moments, which do not exist yet. Gradients, sums
-and generators are the same afterwards. The probes also load every kernel that the first job needs.
+line each. If these do not hold the longest sequence that the model knows positions for, so have
+passes that also move the layers' inputs to host memory.
+
+The probes run at start-up, with every gradient allocated, as in all micro-batches of a step except
+its first. They keep room for AdamW's moments, which do not exist yet. Gradients, sums and
+generators are the same afterwards. The probes also load every kernel that the first job needs.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -26,10 +29,11 @@ from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import LossSpec, ValueSpec
 from trainer_node.model import rng
 from trainer_node.model.offload import free_bytes
-from trainer_node.ranks import objects
+from trainer_node.ranks import host_memory, objects
 from trainer_node.training.batch import Batch
 from trainer_node.training.memory_model import (
     LEAST_TOKENS,
+    MOST_TOKENS,
     STEP,
     MemoryModel,
     RankMemory,
@@ -49,7 +53,7 @@ CHANCE = 0.04
 """Fraction by which two measurements of one model on one GPU may differ; less than MARGIN."""
 MARGIN = 0.06
 """Fraction of the GPU's memory kept for fragmentation, uneven experts and libraries' workspaces."""
-SHARES = {"none": (0.0,), "selective": (0.0,), "full": (1.0,), "auto": (0.0, 1.0)}
+SHARES = {"none": (0.0,), "selective": (0.0,), "full": (1.0,), "auto": (0.0, 1.0), "offload": ()}
 """Shares of the layers to recompute that are measured, for each value of `recompute`."""
 
 
@@ -89,8 +93,9 @@ def remember(trainer: Trainer, meta: Mapping[str, Any]) -> None:
 
 def _measured(trainer: Trainer) -> tuple[RankMemory, ...]:
     """All ranks' memory."""
-    shares = SHARES[trainer.model.config.recompute]
-    probe(trainer, LEAST_TOKENS, share=shares[-1])  # libraries take their workspaces for good
+    recompute = trainer.model.config.recompute
+    shares = SHARES[recompute]
+    probe(trainer, LEAST_TOKENS, share=max(shares, default=1.0))  # libraries take their workspaces
     models = {share: _model(trainer, partial(probe, trainer, share=share)) for share in shares}
     own = RankMemory(
         kept=models.get(0.0),
@@ -99,20 +104,27 @@ def _measured(trainer: Trainer) -> tuple[RankMemory, ...]:
         room_bytes=_room(trainer),
         margin_bytes=_margin_bytes(),
     )
+    if recompute == "offload" or (
+        recompute == "auto"
+        and _same_on_all(own.longest_trained, trainer) < trainer.model.max_length
+    ):
+        own = _with_offload(trainer, own)
     gathered = objects.all_gather(asdict(own), group=trainer.model.control_group)
     everyones = tuple(RankMemory.of(fields) for fields in gathered)
     log.info(
-        "memory model: %s with every activation kept, %s with every layer recomputed, %s forward "
-        "only; room %.2f GB -> packs of %d tokens; the longest sequence to train on has %d, to "
-        "score %d",
+        "memory model: %s with every activation kept, %s with every layer recomputed, %s with "
+        "their inputs on the host, %s forward only; room %.2f GB -> packs of %d tokens; the "
+        "longest sequence to train on has %d, to score %d",
         own.kept,
         own.recomputed,
+        own.offloaded,
         own.scored,
         own.room_bytes / 1e9,
         *(min(getattr(rank, name) for rank in everyones) for name in _LIMITS),
     )
     if not min(rank.pack_tokens for rank in everyones):
-        smallest = min(m.peak_bytes(LEAST_TOKENS) for m in models.values())
+        ways = (own.kept, own.recomputed, own.offloaded)
+        smallest = min(way.peak_bytes(LEAST_TOKENS) for way in ways if way is not None)
         raise ConfigError(
             f"no memory for a pack of {LEAST_TOKENS} tokens: it takes "
             f"{smallest / 1e9:.1f} GB and a rank has {own.room_bytes / 1e9:.1f} GB left; use "
@@ -124,11 +136,35 @@ def _measured(trainer: Trainer) -> tuple[RankMemory, ...]:
 _LIMITS = ("pack_tokens", "longest_trained", "longest_scored")
 
 
-def _model(trainer: Trainer, run: Callable[[int], None]) -> MemoryModel:
+def _with_offload(trainer: Trainer, own: RankMemory) -> RankMemory:
+    """The rank's memory, with passes that move the layers' inputs to host memory.
+
+    Raises:
+        ConfigError: there is no host memory for this only way. On every rank alike.
+    """
+    inputs, run = trainer.model.layer_inputs, partial(probe, trainer, share=1.0, offload=True)
+    before = inputs.moved_bytes
+    run(LEAST_TOKENS)
+    per_token, room = (inputs.moved_bytes - before) / LEAST_TOKENS, host_memory.room_bytes()
+    host_tokens = _same_on_all(int(room / max(1.0, per_token)), trainer)
+    if host_tokens >= FIRST_PROBES[-1]:
+        line = _model(trainer, run, most=host_tokens)
+        torch._C._host_emptyCache()  # torch (2.11) keeps pinned memory, and has no public name
+        return replace(own, offloaded=line, host_tokens=host_tokens)
+    if trainer.model.config.recompute == "offload":
+        raise ConfigError(
+            f"recompute = 'offload' needs {per_token * FIRST_PROBES[-1] / 1e9:.1f} GB of host "
+            f"memory at least, and a rank may take {room / 1e9:.1f} GB; use recompute = 'auto'"
+        )
+    return own
+
+
+def _model(trainer: Trainer, run: Callable[[int], None], *, most: int = MOST_TOKENS) -> MemoryModel:
     """The line through the peaks of passes of a few sizes. A pass that might not fit is left out.
 
     Args:
         run: makes a pass over this many tokens.
+        most: tokens that fit elsewhere.
 
     Raises:
         ConfigError: there is no room for any. On every rank alike.
@@ -150,7 +186,7 @@ def _model(trainer: Trainer, run: Callable[[int], None]) -> MemoryModel:
     if len(samples) == 1:
         return MemoryModel(fixed_bytes=0.0, bytes_per_token=samples[0][1] / samples[0][0])
     # Another one near the middle of what these promise: small packs say little about the slope.
-    promised = choose(fit(samples[-2:]), room_bytes=_room(trainer))
+    promised = min(most, choose(fit(samples[-2:]), room_bytes=_room(trainer)))
     far = _same_on_all(promised, trainer) // 2 // STEP * STEP
     if far > samples[-1][0]:
         samples.append((far, _peak(trainer, far, run)))
@@ -202,13 +238,21 @@ def _margin_bytes() -> float:
     return MARGIN * torch.cuda.mem_get_info()[1]
 
 
-def probe(trainer: Trainer, tokens: int, *, share: float = 0.0, forward_only: bool = False) -> None:
+def probe(
+    trainer: Trainer,
+    tokens: int,
+    *,
+    share: float = 0.0,
+    offload: bool = False,
+    forward_only: bool = False,
+) -> None:
     """Run a forward and backward pass over packs of made-up tokens with loss. A collective.
 
     There are enough packs to fill the pipeline. The pass leaves no trace.
 
     Args:
         share: of the layers, to recompute.
+        offload: whether their inputs go to host memory.
         forward_only: without the backward pass.
 
     Raises:
@@ -236,6 +280,7 @@ def probe(trainer: Trainer, tokens: int, *, share: float = 0.0, forward_only: bo
     generators, budget = rng.state(model.device), trainer.micro_batch_tokens
     memory, trainer.memory = trainer.memory, ()
     trainer.micro_batch_tokens, trainer.forced_share = tokens, share
+    trainer.forced_offload = offload
     try:
         if forward_only:
             trainer.forward(batch)
@@ -243,6 +288,7 @@ def probe(trainer: Trainer, tokens: int, *, share: float = 0.0, forward_only: bo
             trainer.forward_backward(batch, LossSpec(name="importance_sampling", value=value))
     finally:
         trainer.micro_batch_tokens, trainer.forced_share = budget, None
+        trainer.forced_offload = False
         trainer.memory = memory
         trainer.drop_pending()
         rng.restore(generators, model.device)

@@ -87,6 +87,7 @@ def run(
     first_row: int,
     on_pack: Callable[[], None],
     share_of: Callable[[int], float] | None,
+    offloads: Callable[[int], bool],
 ) -> list[Any]:
     """Run Megatron's schedule over the packs. Returns what `loss(pack, hidden)` reports, on the
     last pipeline stage only.
@@ -96,6 +97,7 @@ def run(
         on_pack: called before each pack's forward pass.
         share_of: a pack's load -> share of the layers that its backward pass runs again. None:
             there is no backward pass.
+        offloads: a pack's load -> whether the inputs of these layers go to host memory.
     """
 
     def step(data: Iterator[MicroBatch], module: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -104,12 +106,13 @@ def run(
         replay_routing(model, micro)
         recompute.use(model, 0.0 if share_of is None else share_of(micro.load))
         paths.use(module, None if micro.paths is None else micro.positions_L)
-        output = module(
-            input_ids=micro.tokens_L[None],
-            position_ids=micro.positions_L[None],
-            attention_mask=None,
-            packed_seq_params=_packed(model, micro, first_row),
-        )
+        with model.layer_inputs.on_host(share_of is not None and offloads(micro.load)):
+            output = module(
+                input_ids=micro.tokens_L[None],
+                position_ids=micro.positions_L[None],
+                attention_mask=None,
+                packed_seq_params=_packed(model, micro, first_row),
+            )
         return output, partial(loss, micro)
 
     reports: list[Any] = get_forward_backward_func()(

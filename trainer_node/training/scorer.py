@@ -39,6 +39,8 @@ class Scorer:
         measured."""
         self.forced_share: float | None = None
         """Share of the layers that every pack recomputes, whatever fits. None: by what fits."""
+        self.forced_offload = False
+        """With `forced_share`: whether the inputs of these layers are in host memory meanwhile."""
 
     @torch.no_grad()
     def forward(
@@ -108,7 +110,16 @@ class Scorer:
             return self.forced_share
         if self.model.config.recompute == "auto":
             return max((rank.share(tokens) for rank in self.memory), default=0.0)
-        return float(self.model.config.recompute == "full")
+        return float(self.model.config.recompute in ("full", "offload"))
+
+    def offloads(self, tokens: int) -> bool:
+        """Whether the layers' inputs of a pack of this many tokens are in host memory until its
+        backward pass; the same on every rank."""
+        if self.forced_share is not None:
+            return self.forced_offload
+        if self.model.config.recompute == "auto":
+            return any(rank.offloads(tokens) for rank in self.memory)
+        return self.model.config.recompute == "offload"
 
     def recomputed_share(self, packs: Packs) -> float:
         """Share of the layers that run again, over the tokens of this rank's packs."""
@@ -119,6 +130,15 @@ class Scorer:
     def longest_trained(self) -> int | None:
         """Tokens of the longest sequence that fits; None: not measured."""
         return min((rank.longest_trained for rank in self.memory), default=None)
+
+    @property
+    def longest_way(self) -> str:
+        """How that sequence would run, for a message."""
+        longest, way = self.longest_trained, self.model.config.recompute.replace("auto", "full")
+        if longest is not None and longest > min(r.longest_without_offload for r in self.memory):
+            is_full = longest == self.memory[0].host_tokens
+            return "with recompute = 'offload'" + " in this host's memory" * is_full
+        return f"with recompute = {way!r}"
 
     def _cut(self, batch: Batch) -> Packs:
         budget = self.micro_batch_tokens
@@ -158,6 +178,7 @@ class Scorer:
             first_row=first_row,
             on_pack=self._note_first_forward,
             share_of=None if forward_only else self.share_of,
+            offloads=self.offloads,
         )
 
     def _note_first_forward(self) -> None:

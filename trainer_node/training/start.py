@@ -9,7 +9,7 @@ import torch
 from orchestrator.protocol.config import TrainerConfig
 from trainer_node.backends import loading
 from trainer_node.hf.checkpoint import read_config
-from trainer_node.ranks import topology
+from trainer_node.ranks import gpu, topology
 from trainer_node.training.registry import import_losses
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ def start(config: TrainerConfig) -> Trainer:
     hf_config = read_config(config.model)
     import_losses(config.loss_modules)
     topology.check(config, hf_config)
+    if config.device == "cuda":
+        gpu.use_expandable_segments()
     loading.load(config.tier)
     # Late, because Megatron can be imported only after the stand-ins.
     from trainer_node.model import kernel_check

@@ -284,8 +284,7 @@ class Trainer(Scorer):
         check_accumulation(
             grad_accumulation_sequences, dp_size=parallel_state.get_data_parallel_world_size()
         )
-        way = self.model.config.recompute.replace("auto", "full")
-        check_fits(batch, self.longest_trained, f"with recompute = {way!r}")
+        check_fits(batch, self.longest_trained, self.longest_way)
         largest = max(self.micro_batch_tokens, *batch.lengths)
         passes.check_routing(self.model, batch, recomputes=self.share_of(largest) > 0)
         check_text(batch, getattr(self.model.hf_config, "tower_tokens", ()))

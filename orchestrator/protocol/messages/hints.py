@@ -58,7 +58,8 @@ _PLACES: dict[str, str] = {
     "run_dir": "output_dir save_path default_local_dir",
     "trainer.micro_batch_tokens": "gradient_accumulation_steps micro_batch_size "
     "ppo_micro_batch_size_per_gpu max_tokens_per_gpu ppo_max_token_len_per_gpu",
-    "trainer.recompute": "gradient_checkpointing enable_gradient_checkpointing",
+    "trainer.recompute": "gradient_checkpointing enable_gradient_checkpointing "
+    "activation_offloading enable_activation_offload",
     "trainer.memory": "param_offload optimizer_offload colocate",
     "trainer.profile_versions": "profile_steps profiler torch_profiler profile_step_start",
     "trainer.lora.rank": "lora_rank lora_r r",

@@ -208,6 +208,7 @@ def check_memory_modes(model: Path, batch: Batch, alone: dict) -> None:
     try:
         for options in (
             {"recompute": "full"},
+            {"recompute": "offload"},
             {"recompute": "selective"} if moe else {"compile": True},
         ):
             # One pack where it compiles: each length is compiled again.
@@ -220,6 +221,7 @@ def check_memory_modes(model: Path, batch: Batch, alone: dict) -> None:
                     lambda *_, calls=calls: calls.append(0)
                 )
             same(measure(trainer, batch), alone)
+            assert bool(trainer.model.layer_inputs.moved_bytes) == ("offload" in options.values())
             # For each micro-batch one forward pass for the scores, and for each loss one and
             # another in the backward pass.
             assert len(calls) == ("recompute" in options) * len(trainer._cut(batch)) * (
@@ -232,8 +234,8 @@ def check_memory_modes(model: Path, batch: Batch, alone: dict) -> None:
 
 
 def check_ways(model: Path, batch: Batch) -> None:
-    """Packs of one batch recompute none, one or both of the two layers, by what fits, and the
-    gradients have the same bits as with none.
+    """Packs of one batch recompute none, one or both of the two layers, or these with offload, by
+    what fits, and the gradients have the same bits as with none.
     """
     trainer = make_trainer(model, 1, 1, 1, micro_batch_tokens=8)
     random_adapters(trainer)
@@ -257,10 +259,19 @@ def check_ways(model: Path, batch: Batch) -> None:
     again = [sum(s > least for s in shares) for least in (0.0, 0.5)]
     for number, count in enumerate(again):
         assert calls.count(number) == len(lengths) * (1 + len(SPECS)) + count * len(SPECS)
-    assert again[0] > again[1] > 0
-    assert torch.equal(ways["scores"], none["scores"]) and ways["losses"] == none["losses"]
-    for a, b in zip(ways["gradients"], none["gradients"], strict=True):
-        assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+    assert again[0] > again[1] > 0 == trainer.model.layer_inputs.moved_bytes
+    # With half of the room, the larger packs do not fit even if every layer runs again.
+    line = MemoryModel(fixed_bytes=0.0, bytes_per_token=0.1)
+    (memory,) = trainer.memory
+    memory = replace(memory, scored=line, offloaded=line, host_tokens=4096)
+    trainer.memory = (replace(memory, room_bytes=1.0 * small),)
+    assert [trainer.offloads(n) for n in lengths] == [n > small for n in lengths]
+    offloaded = measure(trainer, batch)
+    assert trainer.model.layer_inputs.moved_bytes > 0
+    for found in (ways, offloaded):
+        assert torch.equal(found["scores"], none["scores"]) and found["losses"] == none["losses"]
+        for a, b in zip(found["gradients"], none["gradients"], strict=True):
+            assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
     trainer.model.close()
 
 

@@ -54,7 +54,7 @@ def tree_batch() -> Batch:
 
 
 def check_every_budget(trainer: Trainer, batch: Batch, apart: dict) -> None:
-    """One pack, packs that cut the bundles, packs that recompute, and scores of the prompts too."""
+    """One pack, packs that cut the bundles, packs that recompute, also with offload, and scores."""
     model = trainer.model
     for budget in (4096, 20):
         trainer.micro_batch_tokens = budget
@@ -69,11 +69,14 @@ def check_every_budget(trainer: Trainer, batch: Batch, apart: dict) -> None:
     trainer.micro_batch_tokens = 4096
     kept = measure(trainer, batch)
     trainer.share_of = lambda _: 1.0  # type: ignore[method-assign]
-    again = measure(trainer, batch)
-    del trainer.share_of
-    assert torch.equal(kept["scores"], again["scores"]) and kept["losses"] == again["losses"]
-    for a, b in zip(kept["gradients"], again["gradients"], strict=True):
-        assert all(torch.equal(a[n], b[n]) for n in a)
+    for offloads in (False, True):
+        trainer.offloads = lambda _, is_on=offloads: is_on  # type: ignore[method-assign]
+        again = measure(trainer, batch)
+        assert bool(model.layer_inputs.moved_bytes) == offloads
+        assert torch.equal(kept["scores"], again["scores"]) and kept["losses"] == again["losses"]
+        for a, b in zip(kept["gradients"], again["gradients"], strict=True):
+            assert all(torch.equal(a[n], b[n]) for n in a)
+    del trainer.share_of, trainer.offloads
     whole = replace(batch, loss_mask_T=predicted(batch.lengths))
     found = torch.stack(trainer.forward(whole))
     obstacle, model.sharing_obstacle = model.sharing_obstacle, "a test"

@@ -5,6 +5,7 @@ leaves behind (nothing) is in `packing.py`.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,39 @@ def test_one_way_may_be_ruled_out() -> None:
     assert (full.share(1), full.pack_tokens, full.longest_trained) == (1.0, 65_536, 124_000)
 
 
+def offloading(host_tokens: int, **ends: MemoryModel | None) -> RankMemory:
+    """With layers' inputs on the host, a pack of n thousand tokens takes 3 + 0.2 n GB."""
+    line = MemoryModel(fixed_bytes=3.0 * GB, bytes_per_token=0.2e6)
+    return dataclasses.replace(memory(60, **ends), offloaded=line, host_tokens=host_tokens)
+
+
+def test_inputs_go_to_the_host_only_where_recomputation_does_not_suffice() -> None:
+    """In 60 GB there is room for 114,000 tokens with recomputation, or 285,000 with offload."""
+    found = offloading(400_000)
+    assert not found.offloads(114_000) and found.offloads(114_001)
+    assert found.share(114_001) == 1.0, "every layer runs again"
+    assert (found.pack_tokens, found.bundle_tokens) == (23_040, 285_000)
+    assert found.longest_trained == 310_000, "(65 - 3) / 0.2"
+    assert found.longest_scored == memory(60).longest_scored
+
+
+def test_the_hosts_memory_is_a_limit_too() -> None:
+    found = offloading(200_000)
+    assert found.longest_trained == found.bundle_tokens == 200_000
+    assert found.offloads(200_000) and not found.offloads(200_001)
+    assert found.longest_without_offload == 124_000
+    less = offloading(100_000)
+    assert less.longest_trained == 124_000 and not less.offloads(120_000), (
+        "in the margin, as before"
+    )
+
+
+def test_offload_may_be_the_only_way() -> None:
+    only = offloading(50_000, kept=None, recomputed=None)
+    assert only.offloads(1) and only.share(1) == 1.0
+    assert (only.pack_tokens, only.longest_trained) == (49_920, 50_000)
+
+
 def test_a_gpu_that_others_have_filled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one probe has room."""
     monkeypatch.setattr(pack_size, "_room", lambda _: -2_500_000_000)
@@ -121,7 +155,7 @@ def test_a_gpu_that_others_have_filled_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_ranks_exchange_what_they_measured() -> None:
-    for one in (memory(60), memory(60, kept=None)):
+    for one in (memory(60), memory(60, kept=None), offloading(7)):
         assert RankMemory.of(dataclasses.asdict(one)) == one
 
 
@@ -139,7 +173,8 @@ def test_the_config_takes_a_number_or_auto() -> None:
 
 
 @pytest.mark.gpu1
-def test_the_chosen_pack_fits_on_a_gpu(models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("recompute", ["auto", "offload"])
+def test_the_chosen_pack_fits_on_a_gpu(models: dict[str, Path], recompute: str) -> None:
     """The model's prediction for a pack of the chosen size is within a tenth of what that pack
     takes.
     """
@@ -147,19 +182,23 @@ def test_the_chosen_pack_fits_on_a_gpu(models: dict[str, Path]) -> None:
 
     trainer = start(
         TrainerConfig(
-            model=models["moe"], device="cuda", dtype="bfloat16", lora=LoraConfig(rank=8, alpha=16)
+            model=models["moe"],
+            device="cuda",
+            dtype="bfloat16",
+            lora=LoraConfig(rank=8, alpha=16),
+            recompute=recompute,  # type: ignore[arg-type]
         )
     )
     try:
         tokens = trainer.micro_batch_tokens
         assert memory_model.LEAST_TOKENS <= tokens <= memory_model.MOST_TOKENS
         (found,) = trainer.memory
-        for share, line in ((0.0, found.kept), (1.0, found.recomputed)):
+        ways = [(0.0, False, found.kept), (1.0, False, found.recomputed)]
+        if recompute == "offload":
+            ways = [(1.0, True, found.offloaded)]
+        for share, offload, line in ways:
             assert line is not None
-
-            def run(tokens: int, share: float = share) -> None:
-                pack_size.probe(trainer, tokens, share=share)
-
+            run = partial(pack_size.probe, trainer, share=share, offload=offload)
             predicted, measured = line.peak_bytes(16_384), pack_size._peak(trainer, 16_384, run)
             assert abs(predicted / measured - 1) < 0.1, (share, line, predicted, measured)
     finally:

@@ -1,0 +1,36 @@
+"""How much host memory a rank may take: half of what is free, or of its container's limit, shared
+among the host's ranks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from trainer_node.ranks import host_memory
+
+
+@pytest.fixture
+def free_of_64(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A host with 64 bytes free, and two ranks; the container's control group."""
+    found = SimpleNamespace(available=64)
+    monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: found)
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    return tmp_path
+
+
+def test_without_a_limit_it_is_the_hosts(free_of_64: Path) -> None:
+    assert host_memory.room_bytes() == 16
+    (free_of_64 / "memory.max").write_text("max\n")
+    assert host_memory.room_bytes() == 16
+
+
+def test_a_containers_limit_counts(free_of_64: Path) -> None:
+    """Of 100 bytes 80 are used, 12 of them by files that can go."""
+    (free_of_64 / "memory.max").write_text("100\n")
+    (free_of_64 / "memory.current").write_text("80\n")
+    (free_of_64 / "memory.stat").write_text("anon 60\ninactive_file 12\n")
+    assert host_memory.room_bytes() == 8

@@ -8,44 +8,13 @@ from pathlib import Path
 import pytest
 
 from orchestrator.protocol.messages import InitialSync, Resync
-from splice.client.run_file import RunFile
 from splice.cluster import Cluster
 from tests.e2e.batches import trained
-from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
+from tests.e2e.elements import run_file
 from tests.e2e.servers import rank_of_trainer, scored
 
 pytestmark = pytest.mark.timeout(900)
 train = partial(trained, lr=1e-4)
-
-
-def run_file(
-    folder: Path,
-    model: Path,
-    *,
-    mode: str,
-    parallel: dict[str, int] | None = None,
-    workers: int = 1,
-    replicas: int = 1,
-    vllm: tuple[str, ...] = (),
-    **trainer: object,
-) -> RunFile:
-    return RunFile(
-        name="tiny",
-        model=model,
-        run_dir=folder / "run",
-        dtype="bfloat16",
-        # Elements come next to the live tensors, if they fit.
-        publication={"send": "elements", "shadow_bytes": 2**30 if mode == "shadow" else 1},
-        trainer={"python": TRAINER_PYTHON, "parallel": parallel or {}, **trainer},
-        inference={
-            "python": INFERENCE_PYTHON,
-            "tensor_parallel": workers,
-            "replicas": replicas,
-            "max_model_len": 256,
-            "cpu_kv_cache_gb": 0.1,
-            "extra_args": vllm,
-        },
-    )
 
 
 @pytest.mark.parametrize(

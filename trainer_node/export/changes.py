@@ -287,7 +287,7 @@ class Encoded:
     digests_N: torch.Tensor
     """Of the new tensors, or of this rank's pieces of them; on the CPU."""
     old_digests_N: torch.Tensor | None
-    """Of the old ones, if another process has sent them."""
+    """Of the old ones, if their bytes are to be proved."""
     elements: int
     nbytes: int
     """Bytes that travel to each replica."""
@@ -296,11 +296,17 @@ class Encoded:
 
 
 @torch.no_grad()
-def encode(layout: Layout, published: Published, *, version: int, most_bytes: int) -> Encoded:
+def encode(
+    layout: Layout, published: Published, *, version: int, most_bytes: int, proves: bool = False
+) -> Encoded:
     """Encode every buffer of this rank; `layout.export` has been started.
 
     It stops early after more than `most_bytes`.
+
+    Args:
+        proves: digest the old tensors, also if this process has sent them.
     """
+    proves = proves or published.is_recalled
     export, elements, nbytes = layout.export, 0, 0
     count = len(layout.manifest.tensors)
     digests_N = torch.zeros(count, dtype=torch.int64, device=layout.device)
@@ -314,7 +320,7 @@ def encode(layout: Layout, published: Published, *, version: int, most_bytes: in
             new_B, word_bytes = layout.filled(k), layout.word_bytes(k)
             layout.digest(k, new_B).launch(digests_N)
             old_B = old_bytes(k, new_B)
-            if published.is_recalled:
+            if proves:
                 layout.digest(k, old_B).launch(old_digests_N)
             messages, changed = encode_buffer(
                 layout.as_read(k, old_B), new_B, layout.deliveries(k), word_bytes=word_bytes
@@ -327,7 +333,7 @@ def encode(layout: Layout, published: Published, *, version: int, most_bytes: in
         layout=layout,
         buffers=buffers,
         digests_N=digests_N.cpu(),
-        old_digests_N=old_digests_N.cpu() if published.is_recalled else None,
+        old_digests_N=old_digests_N.cpu() if proves else None,
         elements=elements,
         nbytes=nbytes,
         fill=published.kept if published.keeps(layout) else layout.filled,

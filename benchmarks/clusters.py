@@ -164,9 +164,9 @@ def kv_cache_bytes() -> int | None:
     return int(float(given) * 2**30) if given else None
 
 
-def random_batch(sequences: int, length: int, *, logprob: float = -1.0) -> Batch:
+def random_batch(sequences: int, length: int, *, logprob: float = -1.0, seed: int = 1) -> Batch:
     """Random tokens, [sequences, length], with loss on all but the first of each."""
-    tokens_SL = np.random.default_rng(1).integers(10, 200, (sequences, length))
+    tokens_SL = np.random.default_rng(seed).integers(10, 200, (sequences, length))
     mask_SL = np.ones((sequences, length), "<f4")
     mask_SL[:, 0] = 0
     rows = [tokens_SL.astype("<i4"), np.full(sequences, length, "<i4")]

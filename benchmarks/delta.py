@@ -3,7 +3,8 @@ over slow links.
 
     bytes_over_floor  encoded bytes, over the entropy of what changed: for each tensor N * H(p) of
                       the positions, and changed * H(step) of the values; the peer is all tensors
-    encode_rate       bytes of adapted tensors that a second encodes; the peer is their merge alone
+    encode_rate       bytes of adapted tensors that a second encodes, with both merges and digests;
+                      the peer is one merge alone
     publish_s         encoding, transfer and verification over a link, by a real trainer and a real
                       vLLM; the peer is a resync of all tensors
     pause_s           the pause of the same publications
@@ -13,10 +14,18 @@ link, SPLICE_BENCH_PARTS (bytes,links) what runs, SPLICE_BENCH_LINKS (10,100,100
 Mbit/s, SPLICE_BENCH_MODES (in_place,shadow). For links the cluster runs in a network namespace of
 its own, whose loopback `tc` throttles. That needs Linux, root, `ip` and `tc`. Bytes do not depend
 on the load of the machine; seconds do.
+
+SPLICE_BENCH_SHAPE (8b, 30b-a3b, ...) measures only how fast a shape with random weights is encoded:
+
+    SPLICE_BENCH_SHAPE=8b python -m benchmarks delta --device cuda
+
+It trains on random tokens, so bytes say little and have no floor. SPLICE_BENCH_RATES (1e-06,1e-05,
+0.0001) are the learning rates. SPLICE_BENCH_PROFILE names a file for the kernels of one encoding.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -33,8 +42,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks import clusters
+from benchmarks import clusters, kernel_profile
 from benchmarks.harness import Case, inference_python
+from benchmarks.timing import seconds, wait
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LoraConfig, TrainerConfig
 from orchestrator.protocol.messages import (
@@ -64,17 +74,20 @@ CHUNK_BYTES = 192 * 2**20
 
 def run(*, device: str, small: bool) -> Iterator[Case]:
     """Bytes at each learning rate, then seconds over each link; `small` has a tiny model."""
-    parts = os.environ.get("SPLICE_BENCH_PARTS", "bytes,links").split(",")
+    shape = os.environ.get("SPLICE_BENCH_SHAPE")
+    parts = os.environ.get("SPLICE_BENCH_PARTS", "bytes" if shape else "bytes,links").split(",")
     steps = int(os.environ.get("SPLICE_BENCH_STEPS", "1" if small else "5"))
     links = os.environ.get("SPLICE_BENCH_LINKS", "1000" if small else "10,100,1000")
     modes = os.environ.get("SPLICE_BENCH_MODES", "in_place" if small else "in_place,shadow")
     with TemporaryDirectory() as name:
         folder, given = Path(name), os.environ.get("SPLICE_BENCH_MODEL")
-        if given is None and not small:
-            raise ConfigError("set SPLICE_BENCH_MODEL to the folder of a pretrained model")
-        model = Path(given) if given else clusters.make_model("tiny-dense", folder / "model")
+        if given is None and shape is None and not small:
+            why = "set SPLICE_BENCH_MODEL to the folder of a pretrained model"
+            raise ConfigError(f"{why}, or SPLICE_BENCH_SHAPE to a shape with random weights")
+        made = folder / (shape or "model")
+        model = Path(given) if given else clusters.make_model(shape or "tiny-dense", made)
         if "bytes" in parts:
-            yield from _bytes(model, device, steps)
+            yield from _bytes(model, device, steps, is_random=shape is not None)
         if "links" in parts:
             _enter_namespace()
             for mode in modes.split(","):
@@ -105,22 +118,24 @@ def _job(model: Path, seed: int, lr: float) -> tuple[TrainMerged, Batch]:
 # ------------------------------------------------------------ bytes: a process with the trainer
 
 
-def _bytes(model: Path, device: str, steps: int) -> Iterator[Case]:
+def _bytes(model: Path, device: str, steps: int, *, is_random: bool) -> Iterator[Case]:
     argv = [sys.executable, "-m", "benchmarks.delta", str(model), device, str(steps)]
+    argv += ["random"] if is_random else []
     done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     whole, part = found["bytes"], found["part_bytes"]
     for lr, lines in found["steps"].items():
         common = {"lr": float(lr), "model_bytes": whole, "part_bytes": part}
-        yield Case(
-            name=f"{model.name}/lr{float(lr):g}",
-            metric="bytes_over_floor",
-            unit="ratio",
-            samples=tuple(line["bytes"] / line["floor"] for line in lines),
-            peer="all tensors",
-            peer_samples=tuple(whole / line["floor"] for line in lines),
-            settings={**common, "steps": lines},
-        )
+        if not is_random:
+            yield Case(
+                name=f"{model.name}/lr{float(lr):g}",
+                metric="bytes_over_floor",
+                unit="ratio",
+                samples=tuple(line["bytes"] / line["floor"] for line in lines),
+                peer="all tensors",
+                peer_samples=tuple(whole / line["floor"] for line in lines),
+                settings={**common, "steps": lines},
+            )
         yield Case(
             name=f"{model.name}/lr{float(lr):g}",
             metric="encode_rate",
@@ -128,18 +143,20 @@ def _bytes(model: Path, device: str, steps: int) -> Iterator[Case]:
             samples=tuple(part / line["encode_s"] / 1e9 for line in lines),
             peer="merge",
             peer_samples=tuple(part / line["merge_s"] / 1e9 for line in lines),
-            settings=common,
+            settings={**common, "steps": lines} if is_random else common,
         )
 
 
-def _measure(model: Path, device: str, steps: int) -> dict[str, Any]:
+def _measure(model: Path, device: str, steps: int, *, is_random: bool) -> dict[str, Any]:
     from trainer_node.training.start import start
 
     config = TrainerConfig(
         model=model,
+        init="random" if is_random else "hf",
         device="cuda" if device == "cuda" else "cpu",
         dtype="bfloat16",
         lora=LoraConfig(rank=clusters.RANK, alpha=2 * clusters.RANK),
+        transport="nccl" if device == "cuda" else "tcp",
     )
     trainer = start(config)
     # Late: on a CPU, Megatron can be imported only after `start` has applied the shims.
@@ -161,29 +178,45 @@ def _measure(model: Path, device: str, steps: int) -> dict[str, Any]:
         device=trainer.model.device,
     )
     published, seed = Published(trainer.model, most_bytes=0), 0
+    looked_at = sorted({0, layout.count - 1}) if is_random else list(range(layout.count))
+    rates = os.environ.get("SPLICE_BENCH_RATES")
     found: dict[str, list[dict[str, float]]] = {}
-    for lr in RATES:
+    for lr in map(float, rates.split(",")) if rates else RATES:
         for number in range(WARM_UP + steps):
             seed += 1
-            old = _filled(layout)
+            old = _filled(layout, looked_at)
             published.remember(seed, None)
-            job, batch = _job(model, seed, lr)
+            job, batch = (_random_job if is_random else _job)(model, seed, lr)
             trainer.forward_backward(training.batch_of(trainer, job, batch.buffers), job.loss)
             trainer.optim_step(job.optim)
-            if number < WARM_UP:
-                continue
+            merge_s = seconds(lambda: _merge(layout), device)
+            wait(device)
             began = time.perf_counter()
-            new = _filled(layout)
-            merged = time.perf_counter()
-            encoded = encode(layout, published, version=seed, most_bytes=part.nbytes)
-            encode_s = time.perf_counter() - merged
-            _check(old, new, encoded.buffers)
-            floor, changed = _floor(layout, old, new)
-            line = {"bytes": encoded.nbytes, "floor": floor, "changed": changed}
-            line["share_of_model"] = changed / sum(s.numel for s in manifest.tensors)
-            line |= {"encode_s": encode_s, "merge_s": merged - began}
+            encoded = encode(layout, published, version=seed, most_bytes=manifest.nbytes)
+            encode_s = time.perf_counter() - began
+            if number < WARM_UP:  # Triton has compiled, and memory is pinned
+                continue
+            new = _filled(layout, looked_at)
+            _check(old, new, [encoded.buffers[k] for k in looked_at])
+            line: dict[str, float] = {"bytes": encoded.nbytes, "changed": encoded.elements}
+            if not is_random:
+                line["floor"], line["changed"] = _floor(layout, old, new)
+            line["share_of_model"] = line["changed"] / sum(s.numel for s in manifest.tensors)
+            line |= {"encode_s": encode_s, "merge_s": merge_s}
             found.setdefault(str(lr), []).append(line)
+    if profile := os.environ.get("SPLICE_BENCH_PROFILE"):
+        again = functools.partial(encode, layout, published, version=seed, most_bytes=part.nbytes)
+        Path(profile).write_text(kernel_profile.table_of(again, device))
     return {"bytes": manifest.nbytes, "part_bytes": part.nbytes, "steps": found}
+
+
+def _random_job(model: Path, seed: int, lr: float) -> tuple[TrainMerged, Batch]:
+    """One step on random tokens."""
+    is_tiny = (model / "model.safetensors").exists()
+    sequences, length = (4, 64) if is_tiny else (16, 512)
+    batch = clusters.random_batch(sequences, length, seed=seed)
+    loss, optim = LossSpec(name="cross_entropy"), OptimParams(lr=lr)
+    return TrainMerged(loss=loss, optim=optim, tensors=batch.specs), batch
 
 
 def _order(manifest: Manifest) -> list[list[int]]:
@@ -196,8 +229,15 @@ def _order(manifest: Manifest) -> list[list[int]]:
     return [chunk for chunk in order if chunk]
 
 
-def _filled(layout: Any) -> list[torch.Tensor]:
-    return [layout.filled(k).cpu().clone() for k in range(layout.count)]
+def _filled(layout: Any, which: Sequence[int]) -> list[torch.Tensor]:
+    return [layout.filled(k).cpu().clone() for k in which]
+
+
+def _merge(layout: Any) -> None:
+    """Every buffer, once."""
+    room_B = layout.room()
+    for k in range(layout.count):
+        layout.filled(k, room_B)
 
 
 def _check(
@@ -325,5 +365,8 @@ def _do(command: str) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_measure(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))), flush=True)
+    measured = _measure(
+        Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), is_random=sys.argv[4:] == ["random"]
+    )
+    print(json.dumps(measured), flush=True)
     os._exit(0)  # nothing is left that this process must wait for

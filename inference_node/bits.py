@@ -1,9 +1,9 @@
 """Writes what vLLM computes, operation by operation: the sampler's side of `splice check --bits`.
 
-    python -m inference_node.bits --model FOLDER --dtype float32 --out FILE [--exact]
+    python -m inference_node.bits --model FOLDER --device cpu --dtype float32 --out FILE [--exact]
 
 Sequences are prefilled together, with a hook on each module. Then prompts are answered at
-temperature 1, together. vLLM runs in this process, on the CPU. See `weight_transfer.exact.bits`.
+temperature 1, together. vLLM runs in this process. See `weight_transfer.exact.bits`.
 """
 
 from __future__ import annotations
@@ -78,11 +78,12 @@ def _hooks(model: Any, found: Found) -> list[Any]:
 
 
 @torch.no_grad()
-def record(model: Path, dtype: str) -> dict[str, torch.Tensor]:
+def record(model: Path, dtype: str, **more: Any) -> dict[str, torch.Tensor]:
     """Run vLLM and return what it computed."""
     from vllm import LLM, SamplingParams, TokensPrompt
 
     llm = LLM(
+        **more,
         model=str(model), dtype=dtype, enforce_eager=True, max_model_len=256, seed=0,
         kv_cache_memory_bytes=1 << 28, logprobs_mode="processed_logprobs",
         generation_config="vllm", enable_prefix_caching=False,
@@ -121,13 +122,14 @@ def record(model: Path, dtype: str) -> dict[str, torch.Tensor]:
     ]
     result["sampled_tokens"] = torch.tensor(ids)
     result[bits.SAMPLED] = torch.tensor(logprobs, dtype=torch.float32)
-    return result
+    return {name: tensor.cpu() for name, tensor in result.items()}
 
 
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True)
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
@@ -135,9 +137,15 @@ def main() -> None:
     os.environ[names.EXACT] = str(int(options.exact))
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    more: dict[str, Any] = {}
+    if options.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    else:
+        # vLLM only checks that so much is free: the size of its cache is given.
+        more = {"gpu_memory_utilization": 0.3, "attention_backend": "FLASH_ATTN"}
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     try:
-        result = record(options.model, options.dtype)
+        result = record(options.model, options.dtype, **more)
     except ConfigError as error:
         sys.stderr.write(f"splice check: vLLM's side failed: {error}\n")
         os._exit(2)

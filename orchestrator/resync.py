@@ -59,14 +59,17 @@ class Resyncer:
     async def _send_to(self, bare: list[str], version: int) -> None:
         await self._between.wake(_log_phase)
         async with self.served_state(version, _log_phase) as served_dir:
-            await self._publisher.publish(
+            done = await self._publisher.publish(
                 version,
                 checkpoint_dir=served_dir,
                 replicas=bare,
                 report=_log_phase,
                 holder=self._trainer.memory.incarnation,
                 others=[r for r in self._publisher.holding if r not in bare],
+                proves=True,
             )
+        what = f"{done.sent}, {done.bytes_sent} bytes"
+        log.info("%s serve %s@%d: %s", ", ".join(done.replicas), self._config.name, version, what)
         await self._between.release(_log_phase)
 
     def _space_attempts(self) -> None:

@@ -27,13 +27,16 @@ class Sides:
     """What to compare, and the two interpreters."""
 
     model: Path
+    device: str
     dtype: str
     is_exact: bool
     trainer_python: Path
     inference_python: Path
 
     @staticmethod
-    def of(model: str, *, is_exact: bool, dtype: str | None, **pythons: Path) -> Sides:
+    def of(
+        model: str, *, is_exact: bool, device: str | None, dtype: str | None, **pythons: Path
+    ) -> Sides:
         """Of a checkpoint or a Hub id, or of a run.toml or a run's folder, which have all of it.
 
         Raises:
@@ -46,6 +49,7 @@ class Sides:
             run = with_local_models(run_file.load(file))
             return Sides(
                 model=run.trainer.model,
+                device=device or run.trainer.device,
                 dtype=dtype or run.trainer.dtype,
                 is_exact=is_exact or run.trainer.numerics == "exact",
                 trainer_python=run.trainer.python,
@@ -58,7 +62,9 @@ class Sides:
                 f"{model} has neither a config.json nor a run.toml; name a checkpoint's folder, or "
                 "a run's"
             )
-        return Sides(model=path, dtype=dtype or "float32", is_exact=is_exact, **pythons)
+        device = device or "cpu"
+        dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
+        return Sides(model=path, device=device, dtype=dtype, is_exact=is_exact, **pythons)
 
 
 def compare(sides: Sides, report: Path | None) -> int:
@@ -67,7 +73,8 @@ def compare(sides: Sides, report: Path | None) -> int:
     Raises:
         ConfigError: an interpreter is missing, or a side takes too long.
     """
-    shared = ["--model", str(sides.model), "--dtype", sides.dtype, *["--exact"] * sides.is_exact]
+    shared = ["--model", str(sides.model), "--device", sides.device, "--dtype", sides.dtype]
+    shared += ["--exact"] * sides.is_exact
     with tempfile.TemporaryDirectory(prefix="splice-bits-") as folder:
         file = str(Path(folder) / "sampler.safetensors")
         code = _run(sides.inference_python, "inference_node.bits", *shared, "--out", file)
@@ -79,7 +86,8 @@ def compare(sides: Sides, report: Path | None) -> int:
 
 
 def _run(python: Path, module: str, *args: Any) -> int:
-    env = python_environment({**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if "cpu" in args else {}
+    env = python_environment({**os.environ, **hidden})
     try:
         argv = python_command(python, "-m", module, *args)
         return subprocess.run(argv, env=env, check=False, timeout=TIMEOUT_S).returncode

@@ -330,7 +330,11 @@ def check(
     exact: Annotated[
         bool, typer.Option(help="With --bits: as under trainer.numerics = exact.")
     ] = False,
-    dtype: Annotated[DType | None, typer.Option(help="With --bits: a run's, or float32.")] = None,
+    device: Annotated[Device | None, typer.Option(help="With --bits: a run's, or cpu.")] = None,
+    dtype: Annotated[
+        DType | None,
+        typer.Option(help="With --bits: a run's, or float32 on a CPU, bfloat16 on a GPU."),
+    ] = None,
     whole: Annotated[
         bool, typer.Option(help="With the model's own weights, not a small one of its kind.")
     ] = False,
@@ -348,7 +352,7 @@ def check(
     """
     if bits:
         interpreters = {"trainer_python": trainer_python, "inference_python": inference_python}
-        sides = Sides.of(model, is_exact=exact, dtype=dtype, **interpreters)
+        sides = Sides.of(model, is_exact=exact, device=device, dtype=dtype, **interpreters)
         raise typer.Exit(compare_bits(sides, report))
     if whole and serve:
         text = (

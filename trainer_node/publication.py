@@ -377,10 +377,13 @@ class Publication:
             if not sends:
                 export.contribute()
             else:
-                version, most_bytes = message.version, message.most_bytes
                 try:
                     encoded = encode(
-                        layout, self._published, version=version, most_bytes=most_bytes
+                        layout,
+                        self._published,
+                        version=message.version,
+                        most_bytes=message.most_bytes,
+                        proves=message.prove,
                     )
                 finally:
                     export.drain()

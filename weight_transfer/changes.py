@@ -1,6 +1,7 @@
 """An update of changed elements on the wire: each buffer of a layout as a code, or as it is.
 
     encode_buffer(old_B, new_B, ...)   on a rank, for each chunk or step: its messages
+    begin_encoding(old_B, new_B, ...)  the same, while threads compress
     send_changes(groups, buffers)      a table of sizes and checksums first, then the messages
     receive_changes(group, buffers)    on a worker: everything, into host memory
     restore(messages, buffer_B)        makes a buffer of its old bytes, in place
@@ -83,28 +84,78 @@ def drop_zero_signs(floats_B: torch.Tensor, element_bytes: int) -> None:
         bits.masked_fill_(bits == torch.iinfo(dtype).min, 0)
 
 
-def encode_buffer(
-    old_B: torch.Tensor, new_B: torch.Tensor, deliveries: Sequence[Delivery], *, word_bytes: int
-) -> tuple[list[Message], int]:
-    """Return the messages of one buffer, and how many of its words changed.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    """The messages of one buffer, whose codes threads compress."""
 
-    Args:
-        word_bytes: 0 if the buffer travels as it is.
-    """
-    messages, changed = list[Message](), 0
-    for one in deliveries:
-        here, size = slice(one.begin, one.end), one.end - one.begin
-        if word_bytes:
-            code, count = delta.encode(old_B[here], new_B[here], word_bytes=word_bytes)
-            changed += count
-            if len(code) < size:
+    deliveries: Sequence[Delivery]
+    codings: Sequence[delta.Coding]
+    """Of each delivery; empty if the buffer travels as it is."""
+    crcs: Sequence[int] = ()
+    """Of each delivery then."""
+
+    @property
+    def changed(self) -> int:
+        """Number of changed words."""
+        return sum(one.changed for one in self.codings)
+
+    @property
+    def held_bytes(self) -> int:
+        """Host memory that waits for the threads."""
+        return sum(one.held_bytes for one in self.codings)
+
+    def messages(self, fill: Callable[[], torch.Tensor]) -> list[Message]:
+        """Wait for the threads.
+
+        Args:
+            fill: returns the buffer's new bytes, if a code is no shorter than they are.
+        """
+        if not self.codings:
+            return [
+                Message(delivery=one, nbytes=one.end - one.begin, crc=crc)
+                for one, crc in zip(self.deliveries, self.crcs, strict=True)
+            ]
+        messages, new_B = list[Message](), None
+        for one, coding in zip(self.deliveries, self.codings, strict=True):
+            code = coding.code()
+            if len(code) < one.end - one.begin:
                 body_B = torch.from_numpy(np.frombuffer(bytearray(code), np.uint8))
                 crc = zlib.crc32(code)
                 messages.append(Message(delivery=one, nbytes=len(code), crc=crc, body_B=body_B))
                 continue
-        crc = zlib.crc32(new_B[here].cpu().numpy().data)
-        messages.append(Message(delivery=one, nbytes=size, crc=crc))
-    return messages, changed
+            new_B = fill() if new_B is None else new_B
+            crc = _crc(new_B, one)
+            messages.append(Message(delivery=one, nbytes=one.end - one.begin, crc=crc))
+        return messages
+
+
+def begin_encoding(
+    old_B: torch.Tensor, new_B: torch.Tensor, deliveries: Sequence[Delivery], *, word_bytes: int
+) -> Encoding:
+    """Begin to encode one buffer. Its bytes may change as soon as this returns.
+
+    Args:
+        deliveries: ascending and without overlap.
+        word_bytes: 0 if the buffer travels as it is.
+    """
+    if not word_bytes or not deliveries:
+        crcs = [_crc(new_B, one) for one in deliveries]
+        return Encoding(deliveries=deliveries, codings=(), crcs=crcs)
+    parts = [(one.begin, one.end) for one in deliveries]
+    codings = delta.encode_parts(old_B, new_B, parts, word_bytes=word_bytes)
+    return Encoding(deliveries=deliveries, codings=codings)
+
+
+def _crc(new_B: torch.Tensor, one: Delivery) -> int:
+    return zlib.crc32(new_B[one.begin : one.end].cpu().numpy().data)
+
+
+def encode_buffer(
+    old_B: torch.Tensor, new_B: torch.Tensor, deliveries: Sequence[Delivery], *, word_bytes: int
+) -> tuple[list[Message], int]:
+    """As `begin_encoding`; returns the messages of a buffer, and how many of its words changed."""
+    encoding = begin_encoding(old_B, new_B, deliveries, word_bytes=word_bytes)
+    return encoding.messages(lambda: new_B), encoding.changed
 
 
 def send_changes(

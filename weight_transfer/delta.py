@@ -1,6 +1,7 @@
 """Codec of the elements that differ between two buffers of one size. Lossless for any bits.
 
     encode(old_B, new_B, word_bytes=2)  -> code, number of changed words
+    encode_parts(old_B, new_B, parts, word_bytes=2)  -> the same of parts, by threads
     apply(code, buffer_B)               turns old_B into new_B, in place
 
 A buffer is a row of words: bf16 elements, FP8 elements, or the halves of fp32 ones. The code has
@@ -10,6 +11,7 @@ small update are -1 or 1. A step or a gap takes a symbol, and Huffman's code (zl
 symbols. Where gaps are long, their lower bytes are apart, because no code can shorten those.
 
 Symbols are made and read on the buffer's device, and shortened on the host by several threads.
+Encoding does not wait for those: `encode_parts` returns while they work.
 
 Axes: B = bytes, C = changed words, S = symbols, W = words.
 """
@@ -21,7 +23,9 @@ import itertools
 import os
 import struct
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -35,6 +39,8 @@ LONG_GAP, VERY_LONG_GAP = 384, 384 * 256
 SEGMENT = 1 << 20
 """Symbols that one thread compresses at a time."""
 MAX_THREADS = 16
+MOST_AT_ONCE = 1 << 23
+"""Changes of several parts that a device encodes together. Each takes some 60 bytes meanwhile."""
 _HEAD = struct.Struct("<4sBB6Q")
 """Magic, bytes of a word, lower bytes of a gap, changed words, symbols of the gaps, and the size of
 each stream."""
@@ -49,27 +55,157 @@ def encode(old_B: torch.Tensor, new_B: torch.Tensor, *, word_bytes: int) -> tupl
         old_B, new_B: contiguous uint8 of one size, a multiple of `word_bytes`, on one device.
         word_bytes: 1 or 2.
     """
-    old_W, new_W = old_B.view(_WORDS[word_bytes]), new_B.view(_WORDS[word_bytes])
+    (only,) = encode_parts(old_B, new_B, [(0, old_B.numel())], word_bytes=word_bytes)
+    return only.code(), only.changed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coding:
+    """A code whose streams threads compress."""
+
+    changed: int
+    """Number of changed words."""
+    held_bytes: int = 0
+    """Host memory that it holds until then."""
+    word_bytes: int = 0
+    num_gaps: int = 0
+    gaps: Sequence[Future[bytes]] = ()
+    steps: Sequence[Future[tuple[bytes, bytes]]] = ()
+    """Of each segment: its symbols, compressed, and its escaped steps."""
+    low_CN: torch.Tensor | None = None
+    """Lower bytes of the gaps, in host memory."""
+
+    def code(self) -> bytes:
+        """Wait for the threads; an empty code if nothing changed."""
+        if not self.changed:
+            return b""
+        gaps, steps = [one.result() for one in self.gaps], [one.result() for one in self.steps]
+        low = b"" if self.low_CN is None else self.low_CN.numpy().tobytes()
+        low_bytes = 0 if self.low_CN is None else self.low_CN.shape[1]
+        long_steps = b"".join(long for _, long in steps)
+        streams = (_joined(gaps), low, _joined([one for one, _ in steps]), long_steps)
+        sizes = map(len, streams)
+        head = _HEAD.pack(_MAGIC, self.word_bytes, low_bytes, self.changed, self.num_gaps, *sizes)
+        return b"".join((head, *streams))
+
+
+def encode_parts(
+    old_B: torch.Tensor,
+    new_B: torch.Tensor,
+    parts: Sequence[tuple[int, int]],
+    *,
+    word_bytes: int,
+) -> list[Coding]:
+    """Encode parts of a buffer, each to a code of its own.
+
+    The buffers may change afterwards. The host waits three times for a GPU, however many parts
+    there are: for the number of changes, for that of each part, and for that of the symbols.
+
+    Args:
+        old_B, new_B: as in `encode`.
+        parts: [begin, end) of each in bytes, ascending and without overlap.
+    """
+    first, last = parts[0][0], parts[-1][1]
+    dtype = _WORDS[word_bytes]
+    old_W, new_W = old_B[first:last].view(dtype), new_B[first:last].view(dtype)
+    ends = [((begin - first) // word_bytes, (end - first) // word_bytes) for begin, end in parts]
     at_C = (old_W != new_W).nonzero().view(-1)
-    count = at_C.numel()
-    if not count:
-        return b"", 0
-    mean = old_W.numel() / count
-    low_bytes = 0 if mean < LONG_GAP else 1 if mean < VERY_LONG_GAP else 2
-    gaps_C = torch.diff(at_C, prepend=at_C.new_tensor([-1])) - 1
-    low = [(gaps_C >> 8 * n & 255).to(torch.uint8) for n in range(low_bytes)]
-    gaps_S = _runs(gaps_C >> 8 * low_bytes)
-    steps_C = (_ordered(new_W[at_C]) - _ordered(old_W[at_C])).to(_WORDS[word_bytes]).int()
-    codes_C = torch.where(steps_C > 0, 2 * steps_C - 2, -2 * steps_C - 1)  # 1, -1, 2, -2, ...
-    long_steps = codes_C[codes_C >= ESCAPE].cpu().numpy().astype("<u2")
-    streams = (
-        _pack(gaps_S),
-        torch.stack(low, 1).cpu().numpy().tobytes() if low else b"",
-        _pack(codes_C.clamp(max=ESCAPE).to(torch.uint8)),
-        long_steps.tobytes(),
-    )
-    head = _HEAD.pack(_MAGIC, word_bytes, low_bytes, count, len(gaps_S), *map(len, streams))
-    return b"".join((head, *streams)), count
+    found = torch.searchsorted(at_C, at_C.new_tensor(ends)).tolist()
+    low_bytes = {
+        _low_bytes((e - b) / (k - i)) for (b, e), (i, k) in zip(ends, found, strict=True) if k > i
+    }
+    if len(parts) > 1 and (len(low_bytes) > 1 or at_C.numel() > MOST_AT_ONCE):
+        alone = ([part] for part in parts)
+        return [encode_parts(old_B, new_B, one, word_bytes=word_bytes)[0] for one in alone]
+    if not low_bytes:
+        return [Coding(changed=0) for _ in parts]
+    changes = _Changes.of(old_W, new_W, at_C, ends, found, low_bytes=low_bytes.pop())
+    return [changes.coding(n) for n in range(len(parts))]
+
+
+def _low_bytes(mean_gap: float) -> int:
+    return 0 if mean_gap < LONG_GAP else 1 if mean_gap < VERY_LONG_GAP else 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Changes:
+    """The symbols of all parts, on their way to host memory."""
+
+    word_bytes: int
+    found: Sequence[Sequence[int]]
+    """First change of each part, and the one after its last."""
+    placed: Sequence[Sequence[int]]
+    """The same of its gaps' symbols."""
+    gaps_S: torch.Tensor
+    low_CN: torch.Tensor | None
+    codes_C: torch.Tensor
+    arrived: torch.cuda.Event | None
+
+    @staticmethod
+    def of(
+        old_W: torch.Tensor,
+        new_W: torch.Tensor,
+        at_C: torch.Tensor,
+        ends: Sequence[tuple[int, int]],
+        found: Sequence[Sequence[int]],
+        *,
+        low_bytes: int,
+    ) -> _Changes:
+        """Make the symbols on the buffers' device."""
+        rows = [(i, k - 1, begin) for (begin, _), (i, k) in zip(ends, found, strict=True) if k > i]
+        firsts_D, lasts_D, begins_D = at_C.new_tensor(rows).unbind(1)
+        gaps_C = at_C.clone()
+        gaps_C[1:] -= at_C[:-1] + 1
+        gaps_C[firsts_D] = at_C[firsts_D] - begins_D
+        low = [(gaps_C >> 8 * n & 255).to(torch.uint8) for n in range(low_bytes)]
+        gaps_S, ends_C, counts_C = _runs(gaps_C >> 8 * low_bytes if low_bytes else gaps_C)
+        starts_D = ends_C[firsts_D] - counts_C[firsts_D]
+        bounds = iter(torch.stack((starts_D, ends_C[lasts_D]), 1).tolist())
+        steps_C = _ordered(new_W[at_C]) - _ordered(old_W[at_C])
+        steps_C = steps_C.to(old_W.dtype).int()
+        codes_C = torch.where(steps_C > 0, 2 * steps_C - 2, -2 * steps_C - 1)  # 1, -1, 2, -2, ...
+        tensors = [gaps_S, codes_C.to(torch.int16), *([torch.stack(low, 1)] if low else [])]
+        (gaps_S, codes_C, *low), arrived = _to_host(tensors)
+        return _Changes(
+            word_bytes=old_W.element_size(),
+            found=found,
+            placed=[next(bounds) if k > i else (0, 0) for i, k in found],
+            gaps_S=gaps_S,
+            low_CN=low[0] if low else None,
+            codes_C=codes_C,
+            arrived=arrived,
+        )
+
+    def coding(self, part: int) -> Coding:
+        """Have threads compress a part."""
+        (i, k), (b, e) = self.found[part], self.placed[part]
+        gaps, codes = (t.split(SEGMENT) for t in (self.gaps_S[b:e], self.codes_C[i:k]))
+        submit = _threads().submit
+        low_CN = None if self.low_CN is None else self.low_CN[i:k]
+        low_bytes = 0 if low_CN is None else low_CN.numel()
+        return Coding(
+            changed=k - i,
+            held_bytes=e - b + 2 * (k - i) + low_bytes,
+            word_bytes=self.word_bytes,
+            num_gaps=e - b,
+            gaps=[submit(_compress, one, self.arrived) for one in gaps if k > i],
+            steps=[submit(_compress_steps, one, self.arrived) for one in codes if k > i],
+            low_CN=low_CN,
+        )
+
+
+def _to_host(
+    tensors: Sequence[torch.Tensor],
+) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
+    """Copies in host memory, and when they are there. The host does not wait for a GPU."""
+    if not tensors[0].is_cuda:
+        return list(tensors), None
+    copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor, non_blocking=True)
+    arrived = torch.cuda.Event(blocking=True)
+    arrived.record(torch.cuda.current_stream(tensors[0].device))
+    return copies, arrived
 
 
 def apply(code: bytes | memoryview, buffer_B: torch.Tensor) -> int:
@@ -127,12 +263,16 @@ def _ordered(words: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------ streams
 
 
-def _runs(lengths_C: torch.Tensor) -> torch.Tensor:
-    """A length as ESCAPE as often as it contains it, then the rest."""
-    ends_C = torch.cumsum(torch.div(lengths_C, ESCAPE, rounding_mode="floor") + 1, 0)
+def _runs(lengths_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A length as ESCAPE as often as it contains it, then the rest.
+
+    Returns: the symbols; for each length the end of its symbols, and their number.
+    """
+    counts_C = torch.div(lengths_C, ESCAPE, rounding_mode="floor") + 1
+    ends_C = torch.cumsum(counts_C, 0)
     symbols_S = lengths_C.new_full((int(ends_C[-1]),), ESCAPE, dtype=torch.uint8)
     symbols_S[ends_C - 1] = (lengths_C % ESCAPE).to(torch.uint8)
-    return symbols_S
+    return symbols_S, ends_C, counts_C
 
 
 def _lengths(symbols_S: torch.Tensor, count: int) -> torch.Tensor:
@@ -143,19 +283,29 @@ def _lengths(symbols_S: torch.Tensor, count: int) -> torch.Tensor:
     return ESCAPE * (torch.diff(ends_C, prepend=ends_C.new_tensor([-1])) - 1) + symbols_S[ends_C]
 
 
-def _pack(symbols_S: torch.Tensor) -> bytes:
-    """Compress symbols segment by segment: their sizes (uint32), then the segments."""
-    segments = list(_threads().map(_compress, symbols_S.cpu().split(SEGMENT)))
-    return b"".join((np.array([len(s) for s in segments], "<u4").tobytes(), *segments))
-
-
-def _compress(symbols_S: torch.Tensor) -> bytes:
+def _compress(symbols_S: torch.Tensor, arrived: torch.cuda.Event | None = None) -> bytes:
+    if arrived is not None:
+        arrived.synchronize()
     packer = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
     return packer.compress(symbols_S.numpy().data) + packer.flush()
 
 
+def _compress_steps(codes_C: torch.Tensor, arrived: torch.cuda.Event | None) -> tuple[bytes, bytes]:
+    """The symbols of steps, compressed, and the codes (uint16) that have none."""
+    if arrived is not None:
+        arrived.synchronize()
+    codes = codes_C.numpy().view("<u2")
+    symbols = torch.from_numpy(np.minimum(codes, ESCAPE).astype(np.uint8))
+    return _compress(symbols), codes[codes >= ESCAPE].tobytes()
+
+
+def _joined(segments: Sequence[bytes]) -> bytes:
+    """Compressed segments: their sizes (uint32), then the segments."""
+    return b"".join((np.array([len(s) for s in segments], "<u4").tobytes(), *segments))
+
+
 def _unpack(packed: memoryview, count: int) -> torch.Tensor:
-    """Undo `_pack` of `count` symbols."""
+    """Undo `_joined` of `count` symbols."""
     num_segments = -(-count // SEGMENT)
     sizes = np.frombuffer(packed[: 4 * num_segments], "<u4").tolist()
     ends = np.cumsum([4 * num_segments, *sizes]).tolist()

@@ -322,8 +322,8 @@ class InferenceNode:
         answer = self._vllm.request(message)
         self._served = self._served.planned(has_part=answer["changed"] is not None)
         result = {key: answer[key] for key in ("layout", "changed", "fp8", "keeps")}
-        seconds = {"seconds": {"check": answer["seconds"]}}
-        self._link.complete(message.request_id, result=seconds | result)
+        more = {"seconds": {"check": answer["seconds"]}, "serves": self._served.held}
+        self._link.complete(message.request_id, result=more | result)
 
     def _commit_update(self, message: CommitUpdate) -> None:
         version = message.version

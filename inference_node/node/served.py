@@ -44,6 +44,11 @@ class Served:
         """Whether a version waits for the orchestrator."""
         return (self.received, self.in_shadow, self.unconfirmed) != (None, None, None)
 
+    @property
+    def held(self) -> int | None:
+        """The version that is served, if nothing else waits for the orchestrator."""
+        return self.version if self.is_serving and not self.is_undecided else None
+
     def is_committed(self, version: int) -> bool:
         """Whether `version` is served already."""
         return self.is_serving and self.version == version

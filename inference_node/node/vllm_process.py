@@ -92,10 +92,19 @@ def arguments(config: InferenceConfig) -> list[str]:
         args += ["--kv-cache-memory-bytes", str(int(config.cpu_kv_cache_gb * 2**30))]
     else:
         args += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
+        if config.exact:
+            args += exact_options(eager=config.enforce_eager)
         if not _has_flashinfer() and "gdn_prefill_backend" not in given:
             # On Hopper vLLM takes FlashInfer for gated delta nets, also where it is missing.
             args += ["--gdn-prefill-backend", "triton"]
     return [*args, *config.extra_args]
+
+
+def exact_options(*, eager: bool) -> list[str]:
+    """Options of `worker.exact` on a GPU, which replaces this backend: no compiler, but CUDA graphs
+    of decoding."""
+    graphs = {"mode": 0, "cudagraph_mode": "NONE" if eager else "FULL_DECODE_ONLY"}
+    return ["--attention-backend", "FLASH_ATTN", "--compilation-config", json.dumps(graphs)]
 
 
 def _search_path() -> str:
@@ -142,6 +151,8 @@ def environment(config: InferenceConfig, *, secret: str, watchdog_endpoint: str)
     env["PATH"] = _search_path()
     # The measured runs sample with PyTorch, without FlashInfer's sampler.
     env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if config.exact:  # its sampler has torch's log-softmax, as the trainer
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if config.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, config.gpus))
     return env

@@ -1,12 +1,13 @@
-"""Lets vLLM compute with `weight_transfer.exact`, on a CPU in fp32: `inference.exact`.
+"""Lets vLLM compute with `weight_transfer.exact`: `inference.exact`. On a CPU in fp32, on a GPU in
+bf16.
 
     install()    in each process of vLLM, before it builds a model
 
-vLLM's own kernels for the CPU (oneDNN products, paged attention) give a token other bits with
-another batch. These methods of vLLM 0.32 are replaced: the products of linears and of the
-output layer, RMSNorm, SwiGLU, rotary embeddings, and attention with its KV cache, whose keys and
-values are kept as they are. A layer of another kind is refused when vLLM builds it. vLLM's sampler
-stays as it is.
+vLLM's own kernels (oneDNN or cuBLAS products, paged attention) give a token other bits with another
+batch. These methods are replaced, of vLLM 0.32 on a CPU, of 0.26 and 0.33 on a GPU: the products of
+linears and of the output layer, RMSNorm, SwiGLU, rotary embeddings, and attention with its KV
+cache, whose keys and values are kept as they are. A layer of another kind is refused when vLLM
+builds it. vLLM's sampler stays as it is.
 
 Axes: see `weight_transfer.exact.kernels`; B = requests, S = slots of a block of the cache.
 """
@@ -26,22 +27,39 @@ from weight_transfer.exact import kernels
 def install() -> None:
     """Replace the methods, once."""
     from vllm.model_executor.layers import activation, layernorm
-    from vllm.model_executor.layers import utils as layer_utils
     from vllm.model_executor.layers.rotary_embedding import base
-    from vllm.v1.attention.backends import cpu_attn
+    from vllm.platforms import current_platform
 
-    layer_utils.dispatch_cpu_unquantized_gemm = _product
     for cls, method in (
         (layernorm.RMSNorm, _norm),
         (activation.SiluAndMul, _swiglu),
         (base.RotaryEmbedding, _rotate),
     ):
-        cls.forward_cpu = cls.forward_native = method
-    base.RotaryEmbeddingBase._compute_cos_sin_cache = _table
+        cls.forward_cpu = cls.forward_cuda = cls.forward_native = method
+    (_install_on_cpu if current_platform.is_cpu() else _install_on_gpu)()
+
+
+def _install_on_cpu() -> None:
+    from vllm.model_executor.layers import utils as layer_utils
+    from vllm.v1.attention.backends import cpu_attn
+
+    layer_utils.dispatch_cpu_unquantized_gemm = _product
     impl = cpu_attn.CPUAttentionBackendImpl
     if impl.forward is not _attend:
         impl.__init__ = _checked(impl.__init__)
         impl.forward, impl.do_kv_cache_update = _attend, _keep
+
+
+def _install_on_gpu() -> None:
+    from vllm.model_executor.layers import linear, vocab_parallel_embedding
+    from vllm.v1.attention.backends import flash_attn
+
+    linear.UnquantizedLinearMethod.apply = _multiply
+    vocab_parallel_embedding.UnquantizedEmbeddingMethod.apply = _multiply
+    impl = flash_attn.FlashAttentionImpl
+    if impl.forward is not _attend_on_gpu:
+        impl.__init__ = _checked(impl.__init__)
+        impl.forward = _attend_on_gpu
 
 
 def _refuse(what: str) -> ConfigError:
@@ -53,11 +71,22 @@ def _product(layer: Any, remove_weight: bool) -> None:
     if weight.is_meta:
         layer.cpu_linear = nn.functional.linear
         return
-    if weight.dim() != 2 or weight.dtype is not torch.float32:
-        raise _refuse(f"a weight of shape {tuple(weight.shape)} in {weight.dtype}")
-    if why := kernels.obstacle(tuple(weight.shape)):
-        raise _refuse(f"this host: {why}")
+    _check(weight, torch.float32)
     layer.cpu_linear = kernels.linear
+
+
+def _check(weight: torch.Tensor, dtype: torch.dtype) -> None:
+    if weight.dim() != 2 or weight.dtype is not dtype:
+        raise _refuse(f"a weight of shape {tuple(weight.shape)} in {weight.dtype}")
+    if why := kernels.obstacle(tuple(weight.shape), weight.device):
+        raise _refuse(f"this host: {why}")
+
+
+def _multiply(
+    _: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    _check(layer.weight, torch.bfloat16)
+    return kernels.linear(x, layer.weight, bias)
 
 
 def _norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
@@ -73,11 +102,13 @@ def _swiglu(_: Any, x: torch.Tensor) -> torch.Tensor:
     return kernels.silu(gate) * up
 
 
-def _table(rotary: Any) -> torch.Tensor:
-    """[positions, D]: cosines, then sines."""
-    places = torch.arange(rotary.max_position_embeddings, dtype=torch.float32)
-    inverse = rotary._compute_inv_freq(rotary.base)
-    return torch.cat(kernels.cos_sin(places[:, None] * inverse), dim=-1)
+def _table(rotary: Any, device: torch.device) -> torch.Tensor:
+    """[positions, D] in fp32: cosines, then sines. vLLM's own has the weights' dtype. The trainer
+    computes the frequencies on a CPU as well."""
+    with torch.device("cpu"):
+        places = torch.arange(rotary.max_position_embeddings, dtype=torch.float32)
+        angles = places[:, None] * rotary._compute_inv_freq(rotary.base)
+    return torch.cat(kernels.cos_sin(angles.to(device)), dim=-1)
 
 
 def _rotate(
@@ -85,7 +116,9 @@ def _rotate(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if rotary.rotary_dim != rotary.head_size or not rotary.is_neox_style:
         raise _refuse("rotary embeddings of a part of a head, or interleaved ones")
-    cos, sin = rotary.cos_sin_cache[positions.flatten()].chunk(2, dim=-1)
+    if "exact_table" not in rotary.__dict__:
+        rotary.__dict__["exact_table"] = _table(rotary, query.device)
+    cos, sin = rotary.exact_table[positions.flatten()].chunk(2, dim=-1)
 
     def turned(x: torch.Tensor) -> torch.Tensor:
         x_NAD = x.reshape(len(cos), -1, rotary.head_size)
@@ -94,16 +127,20 @@ def _rotate(
     return turned(query), None if key is None else turned(key)
 
 
+_CACHES = ("auto", "float32", "bfloat16")
+
+
 def _checked(init: Any) -> Any:
     def checked(impl: Any, *args: Any, **kwargs: Any) -> None:
         init(impl, *args, **kwargs)
         special = {
-            "a sliding window": impl.sliding_window >= 0,
+            # The CPU's backend has a number, the GPU's a pair; -1: none.
+            "a sliding window": impl.sliding_window not in (-1, None, (-1, -1)),
             "a cap of the attention's logits": bool(impl.logits_soft_cap),
             "ALiBi": impl.alibi_slopes is not None,
             "attention sinks": impl.sinks is not None,
             f"attention of the kind {impl.attn_type}": impl.attn_type != "decoder",
-            f"a KV cache in {impl.kv_cache_dtype}": impl.kv_cache_dtype not in ("auto", "float32"),
+            f"a KV cache in {impl.kv_cache_dtype}": impl.kv_cache_dtype not in _CACHES,
         }
         if found := [what for what, has in special.items() if has]:
             raise _refuse(found[0])
@@ -152,4 +189,34 @@ def _attend(
         keys, values = both_KGD.chunk(2, dim=-1)
         found = kernels.attend(query[start:end], keys, values, impl.scale)
         output[start:end] = found.view_as(output[start:end])
+    return output
+
+
+def _attend_on_gpu(
+    impl: Any,
+    layer: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    attn_metadata: Any,
+    output: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> torch.Tensor:
+    """Attend to the cache, which has the new keys and values already."""
+    if attn_metadata is None:  # measuring memory
+        return output.fill_(0)
+    from weight_transfer.exact import gpu
+
+    gpu.attend_paged(
+        query,
+        kv_cache,
+        starts=attn_metadata.query_start_loc,
+        lengths=attn_metadata.seq_lens,
+        table=attn_metadata.block_table,
+        most=attn_metadata.max_query_len,
+        scale=impl.scale,
+        out=output.view_as(query),
+    )
     return output

@@ -22,6 +22,9 @@ FinetuningType = Literal["lora", "full"]
 MemoryMode = Literal["resident", "offload", "exit"]
 RoundingMode = Literal["stochastic", "nearest"]
 Numerics = Literal["adapters", "served", "exact"]
+Tier = Literal["cpu", "cuda", "exact"]
+"""Whose modules the trainer's Megatron has: the CPU's stand-ins, TransformerEngine's, or on a GPU
+the stand-ins, for `numerics = "exact"`."""
 RolloutWeights = Literal["merged", "lora"]
 ALL_LINEAR = "all-linear"
 """PEFT's name for every linear but the output layer."""
@@ -389,6 +392,11 @@ class TrainerConfig(Settings):
             if is_there:
                 raise ValueError(f"rollout_weights = 'lora' does not go with {what}; drop one")
         return self
+
+    @property
+    def tier(self) -> Tier:
+        """Whose modules its Megatron has."""
+        return "exact" if (self.device, self.numerics) == ("cuda", "exact") else self.device
 
     @property
     def serves_merged(self) -> bool:

@@ -17,11 +17,11 @@ Obstacle = tuple[str, str] | None
 def trainer_obstacle(config: Any) -> Obstacle:
     """Of a `TrainerConfig`."""
     parallel = config.parallel
+    wrong, why = _dtype(config)
     order = "which adds up parts in an order that the sampler does not have"
     ranks = "for which no exact form was tested"
     return _first(
-        (config.device != "cpu", f"device = {config.device!r}", _NO_GPU),
-        (config.dtype != "float32", f"dtype = {config.dtype!r}", _NO_BF16),
+        (wrong, f"dtype = {config.dtype!r}", why),
         (parallel.tensor > 1, "parallel.tensor", order),
         (parallel.context > 1, "parallel.context", order),
         (parallel.expert > 1 or parallel.expert_tensor > 1, "parallel.expert", order),
@@ -33,13 +33,17 @@ def trainer_obstacle(config: Any) -> Obstacle:
 def inference_obstacle(config: Any) -> Obstacle:
     """Of an `InferenceConfig`."""
     given = " ".join(config.extra_args).replace("_", "-")
-    words = ("quantization", "speculative", "kv-cache-dtype", "dtype", "attention-backend", "lora")
+    words = (
+        "quantization", "speculative", "kv-cache-dtype", "dtype", "attention-backend", "lora",
+        "compilation-config", "attention-config",
+    )  # fmt: skip # options
+    wrong, why = _dtype(config)
+    compiles = config.device == "cpu" and not config.enforce_eager
     foreign = next((f"--{w}" for w in words if f"--{w}" in given), "")
     return _first(
-        (config.device != "cpu", f"device = {config.device!r}", _NO_GPU),
-        (config.dtype != "float32", f"dtype = {config.dtype!r}", _NO_BF16),
+        (wrong, f"dtype = {config.dtype!r}", why),
         (config.tensor_parallel > 1, "tensor_parallel", "which adds up parts in its own order"),
-        (not config.enforce_eager, "enforce_eager = False", "because a compiler chooses the sums"),
+        (compiles, "enforce_eager = False", "because a compiler chooses the sums"),
         (bool(foreign), f"extra_args {foreign}", "which changes what vLLM computes"),
     )
 
@@ -71,8 +75,12 @@ def model_obstacle(model: Mapping[str, Any]) -> Obstacle:
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_NO_GPU = "because it is proved on a CPU only"
-_NO_BF16 = "because it is proved in float32 only"
+
+
+def _dtype(config: Any) -> tuple[bool, str]:
+    """Whether the device's dtype is another one, and why that matters."""
+    wanted, where = ("bfloat16", "a GPU") if config.device == "cuda" else ("float32", "a CPU")
+    return config.dtype != wanted, f"because on {where} it is proved in {wanted} only"
 
 
 def _first(*cases: tuple[bool, str, str]) -> Obstacle:

@@ -34,6 +34,8 @@ class PrepareAnswer(BaseModel):
     """What travels as FP8; layout and part count in `fp8_manifest`."""
     keeps: tuple[str, ...] | None = None
     """In the order "edges": what each worker keeps."""
+    serves: int | None = None
+    """The version that it serves, and nothing else has been received since."""
 
 
 class LayoutAnswer(BaseModel):

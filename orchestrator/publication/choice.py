@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -30,6 +31,17 @@ class Rates:
     _link: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     _coding: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     _share: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+    def kept(self) -> dict[str, list[float]]:
+        """All of it, for a journal."""
+        rates = {"link": self._link, "coding": self._coding, "share": self._share}
+        return {name: list(values) for name, values in rates.items()}
+
+    def restore(self, kept: Mapping[str, Sequence[float]]) -> None:
+        """Continue with what another orchestrator measured."""
+        self._link.extend(kept.get("link", ()))
+        self._coding.extend(kept.get("coding", ()))
+        self._share.extend(kept.get("share", ()))
 
     def sent(self, nbytes: int, seconds: float) -> None:
         """Note a transfer of whole tensors, until the replicas have what they brought."""

@@ -40,16 +40,20 @@ class Content:
 
         Returns: SHA-256, in hexadecimal, of the names, dtypes, shapes and digests of all tensors.
         """
-        arrived = array.array("q", sent)
-        if indices is None:
-            self._digests_N = array.array("q", map(arrived.__getitem__, self._by_name))
-        else:
-            for index, digest in zip(indices, arrived, strict=True):
-                self._digests_N[self._place[index]] = digest
-        return hashlib.sha256(self._names + self._digests_N.tobytes()).hexdigest()
+        self._digests_N = self._with(array.array("q", sent), indices)
+        return self._hash(self._digests_N)
 
-    def has(self, digests: bytes, indices: Sequence[int] | None) -> bool:
-        """Whether these tensors of the manifest have these int64 digests; None: all."""
-        which = range(len(self._by_name)) if indices is None else indices
-        ours = array.array("q", (self._digests_N[self._place[index]] for index in which))
-        return ours.tobytes() == digests
+    def would_be(self, digests: bytes, indices: Sequence[int] | None) -> str:
+        """What `take` would return."""
+        return self._hash(self._with(array.array("q", digests), indices))
+
+    def _with(self, arrived: array.array[int], indices: Sequence[int] | None) -> array.array[int]:
+        if indices is None:
+            return array.array("q", map(arrived.__getitem__, self._by_name))
+        digests_N = self._digests_N[:]
+        for index, digest in zip(indices, arrived, strict=True):
+            digests_N[self._place[index]] = digest
+        return digests_N
+
+    def _hash(self, digests_N: array.array[int]) -> str:
+        return hashlib.sha256(self._names + digests_N.tobytes()).hexdigest()

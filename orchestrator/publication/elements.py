@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from orchestrator.protocol.messages import EncodeChanges
@@ -29,6 +29,10 @@ class Elements:
     rests: Rests = field(default_factory=Rests)
     """Whole tensors travel meanwhile."""
 
+    def resume(self) -> None:
+        """Continue with what another orchestrator measured."""
+        self.rates.restore(self.ledger.rates)
+
     def remembers(self, wire: Wire) -> bool:
         """Whether the trainer keeps what this update brings, for the next one."""
         return remembers(self.config.send, wire.manifest.nbytes, self.rates)
@@ -40,14 +44,24 @@ class Elements:
         else:
             self.rests.succeeded()
             self.rates.coded(wire.manifest.nbytes, wire.nbytes, self._encode_s + seconds)
+        self.ledger.rates = self.rates.kept()
 
     async def encode(
-        self, wire: Wire, version: int, replicas: Sequence[str], *, is_due: bool
+        self,
+        wire: Wire,
+        version: int,
+        replicas: Sequence[str],
+        *,
+        serves: Mapping[str, int | None],
+        is_due: bool,
+        proves: bool,
     ) -> tuple[Wire, str]:
         """Have the trainer encode changed elements, if they may be sent and are worth it.
 
         Args:
+            serves: the version that each replica says it serves.
             is_due: a full update is.
+            proves: it may be the served version, to prove that the replicas hold it.
 
         Returns: what travels, and why.
 
@@ -55,7 +69,9 @@ class Elements:
             JobFailed | NodeLost: the trainer failed. Nothing has paused.
         """
         base, folder = self.ledger.version, self.ledger.folder
-        may = self.ledger.may_send_elements(version, lives=self.members.lives(replicas))
+        may = self.ledger.may_send_elements(
+            version, lives=self.members.lives(replicas), serves=serves, proves=proves
+        )
         if base is None or is_due or not may:
             return wire, (
                 "not every replica holds the served version, a publication failed, or a full "
@@ -68,14 +84,15 @@ class Elements:
         if not choice.elements:
             return wire, choice.why
         began = time.monotonic()
-        names = enumerate(spec.name for spec in wire.manifest.tensors)
+        unread, specs = self.ledger.unread or (), wire.manifest.tensors
         request = EncodeChanges(
             deadline_s=self.config.transfer_timeout_s,
             version=version,
             base_version=base,
             base_dir=folder,
+            prove=self.ledger.is_resumed,
             changed_only=wire.is_part,
-            unread=tuple(i for i, name in names if name in self.ledger.unread),
+            unread=tuple(i for i, spec in enumerate(specs) if spec.name in unread),
             most_bytes=int(GAIN * whole_bytes),
         )
         completed, buffers = await self.members.router.request(
@@ -87,9 +104,9 @@ class Elements:
             if answer.nbytes:
                 self.rates.coded(whole_bytes, answer.nbytes, self._encode_s)
             return wire, answer.why_not
-        if buffers:
-            count = len(wire.manifest.tensors)
-            olds = digests_of("trainer", (completed, buffers), count=count)
-            if not self.ledger.has_sent(olds, wire.indices):
-                return wire, f"the adapter in {folder} does not make what version {base} is"
+        if buffers or request.prove:
+            olds = digests_of("trainer", (completed, buffers), count=len(specs))
+            if not self.ledger.is_content(base, olds, wire.indices):
+                why = f"the trainer's adapters of version {base} do not make what is served"
+                return wire, f"{why}; they are in {folder}"
         return replace(wire, base=base, encoded=answer), choice.why

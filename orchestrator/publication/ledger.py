@@ -10,6 +10,8 @@ from orchestrator.publication.content import Content
 from orchestrator.publication.state import State, advance
 from orchestrator.storage.journal import Journal
 
+_FACT = "publications"
+
 
 class Ledger:
     """Outlives every publication."""
@@ -29,17 +31,34 @@ class Ledger:
         self._since_full = 0
         self._has_failed = False
         """Whether a publication has failed since the served version."""
-        self.unread: frozenset[str] = frozenset()
-        """Tensors of the last update with all or changed tensors that could not be read back."""
+        self.unread: frozenset[str] | None = None
+        """Tensors of the last update with all or changed tensors that could not be read back. None:
+        not known."""
+        self.rates: dict[str, list[float]] = {}
+        """What the last publications took; see `choice.Rates`."""
         self._content: Content | None = None
         """What was sent last."""
         self._sent: tuple[int, str] | None = None
         """A version, and the digest of its content when it was first sent."""
 
+    def resume(self, *, version: int | None, state: State) -> None:
+        """Continue where another orchestrator was."""
+        self.version, self.state, self._has_failed = version, state, state is State.POISONED
+        if kept := self._journal.fact(_FACT):
+            self.unread, self.rates = frozenset(kept["unread"]), kept["rates"]
+            self._since_full = kept["since_full"]
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether this orchestrator has committed nothing yet, but an earlier one has."""
+        return self.serving is None and self.version is not None
+
     def step(
         self, to: State, version: int, *, checkpoint_dir: str | None = None, keep: bool = False
     ) -> None:
         """Enter the next state, durably; `keep`: together with the version's digest.
+
+        A commit is journaled together with what its successor must know.
 
         Raises:
             PublicationError: `to` does not follow the present state.
@@ -51,6 +70,9 @@ class Ledger:
             )
             if keep:
                 self._keep_digest(version)
+            if to is State.COMMITTED and self.unread is not None:
+                kept = {"unread": sorted(self.unread), "rates": self.rates}
+                self._journal.set_facts({_FACT: kept | {"since_full": self._since_full}})
 
     def may_send_part(
         self, version: int, *, lives: Mapping[str, str], trainer: str, full_every: int | None
@@ -75,40 +97,60 @@ class Ledger:
         """Whether the next update must bring all tensors."""
         return full_every is not None and self._since_full + 1 >= full_every
 
-    def may_send_elements(self, version: int, *, lives: Mapping[str, str]) -> bool:
+    def may_send_elements(
+        self,
+        version: int,
+        *,
+        lives: Mapping[str, str],
+        serves: Mapping[str, int | None],
+        proves: bool = False,
+    ) -> bool:
         """Whether changed elements suffice: every replica has held the served version since its
-        commit, and nothing failed since. A full update that is due comes as whole tensors."""
-        is_held = all(self.holding.get(r) == life for r, life in lives.items())
-        is_next = self.version is not None and version != self.version
-        return is_next and is_held and not self._has_failed
+        commit, and nothing failed since. A full update that is due comes as whole tensors.
+
+        After a restart of the orchestrator the replicas' own word counts, until something is
+        committed. Their digests then prove it.
+
+        Args:
+            serves: the version that each replica says it serves.
+            proves: the served version again, to prove that the replicas hold it.
+        """
+        if self.version is None or self._has_failed or self.unread is None:
+            return False
+        if self.is_resumed:
+            is_held = all(serves.get(replica) == self.version for replica in lives)
+        else:
+            is_held = all(self.holding.get(r) == life for r, life in lives.items())
+        return is_held and (version != self.version or (proves and self.is_resumed))
 
     @property
     def folder(self) -> str | None:
         """Checkpoint of the served version."""
         return None if self.version is None else self._journal.checkpoint_dir(self.version)
 
-    def committed(
-        self,
-        version: int,
-        *,
-        holding: dict[str, str],
-        trainer: str,
-        is_full: bool,
-        unread: Collection[str] | None = None,
+    def verified(
+        self, version: int, *, is_full: bool, unread: Collection[str] | None = None
     ) -> None:
-        """All replicas in `holding` serve `version`.
+        """What is to be committed is on the replicas.
 
         Args:
             is_full: it was of all tensors, whole or as changed elements.
             unread: tensors that could not be read back. None: changed elements say nothing of it.
         """
-        self._has_failed = False
         if unread is not None:
             is_everywhere = is_full and version != self.version  # else others took it before
-            self.unread = frozenset(unread) | (frozenset() if is_everywhere else self.unread)
+            if is_everywhere or self.unread is None:
+                self.unread = frozenset()
+            self.unread |= frozenset(unread)
+        self._since_full = 0 if is_full and unread is not None else self._since_full + 1
+
+    def committed(
+        self, version: int, *, holding: dict[str, str], trainer: str, is_full: bool
+    ) -> None:
+        """All replicas in `holding` serve `version`."""
+        self._has_failed = False
         self.version, self.state = version, advance(self.state, State.IDLE)
         self.holding, self.serving = holding, dict(holding)
-        self._since_full = 0 if is_full and unread is not None else self._since_full + 1
         if is_full:
             self._full_by = trainer
 
@@ -156,9 +198,10 @@ class Ledger:
                 "load another checkpoint first"
             )
 
-    def has_sent(self, digests: bytes, indices: Sequence[int] | None) -> bool:
-        """Whether these tensors were last sent with these digests."""
-        return self._content is not None and self._content.has(digests, indices)
+    def is_content(self, version: int, digests: bytes, indices: Sequence[int] | None) -> bool:
+        """Whether a version's tensors, of which all others were last sent, have these digests."""
+        assert self._content is not None
+        return self._content.would_be(digests, indices) == self._journal.digest(version)
 
     def _keep_digest(self, version: int) -> None:
         if self._sent is not None and self._sent[0] == version:

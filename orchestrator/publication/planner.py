@@ -66,6 +66,8 @@ class Planner:
         such."""
         self.part: Wire | None = None
         """An update of only the changed tensors; None: there is none."""
+        self.serves: dict[str, int | None] = {}
+        """Replica -> the version that it said it serves, when they planned."""
 
     async def plan(self, version: int, replicas: Sequence[str]) -> Manifest:
         """Have all replicas check the manifest and agree on a layout; returns what is sent.
@@ -125,6 +127,7 @@ class Planner:
             )
             log.info("the replicas planned in %.1f s", time.monotonic() - began)
             plans = [valid(r, PrepareAnswer, a[0].result) for r, a in answers.items()]
+            self.serves = {r: plan.serves for r, plan in zip(answers, plans, strict=True)}
             fp8 = _shared_fp8(dict(zip(answers, plans, strict=True)))
             sent, part = fp8_manifest(manifest, fp8), _shared_part(plans)
             is_shared = all(

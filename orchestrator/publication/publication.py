@@ -70,6 +70,8 @@ class Publication:
     """The holder has gradients that loading the version would drop."""
     chain: bool = False
     """Each replica passes on what it receives."""
+    proves: bool = False
+    """It suffices to prove that the replicas hold the served version."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Replica that earlier attempts gave up -> the reason."""
     report: Report
@@ -117,6 +119,11 @@ class Publication:
         self.elements.note(self.wire, time.monotonic() - moved_s - drained_s)
         if self._has_canary:
             await self._check_canary()
+        self.ledger.verified(
+            self.version,
+            is_full=not self.wire.is_part,
+            unread=self.result.unverified if self.wire.encoded is None else None,
+        )
         # A server that restarts from here on holds nothing.
         lives = self.members.lives(self.result.replicas)
         self._step(State.COMMITTED, keep=True)
@@ -128,7 +135,6 @@ class Publication:
             holding=held | {r: lives[r] for r in self.result.replicas},
             trainer=self.members.trainer_process,
             is_full=not self.wire.is_part,
-            unread=self.result.unverified if self.wire.encoded is None else None,
         )
         return self.result
 
@@ -161,7 +167,12 @@ class Publication:
         is_due = self.ledger.is_due(self.config.full_every)
         began = time.monotonic()
         self.wire, why = await self.elements.encode(
-            self.wire, self.version, self.replicas, is_due=is_due
+            self.wire,
+            self.version,
+            self.replicas,
+            serves=self.planner.serves,
+            is_due=is_due,
+            proves=self.proves,
         )
         encoded = self.wire.encoded
         self.result = PublicationReport(

@@ -90,7 +90,9 @@ class Publisher:
 
     def resume(self, *, version: int | None, state: State) -> None:
         """Continue where the last orchestrator was; the next publication aborts its transfers."""
-        self._ledger.version, self._ledger.state, self._abort_first = version, state, True
+        self._ledger.resume(version=version, state=state)
+        self._elements.resume()
+        self._abort_first = True
 
     def bare_replicas(self) -> list[str]:
         """Ready replicas that do not hold the served version: restarted since, or left out."""
@@ -109,6 +111,7 @@ class Publisher:
         holder: str | None = None,
         others: Sequence[str] = (),
         keeps_pending: bool = False,
+        proves: bool = False,
     ) -> PublicationReport:
         """Publish `version` to all healthy `replicas` or to none, with at most `attempts` attempts.
 
@@ -121,6 +124,8 @@ class Publisher:
                     They continue even if this publication fails.
             keeps_pending: the holder has gradients that no checkpoint has, so a further attempt
                 does not load the version again while that process lives.
+            proves: after a restart of the orchestrator, replicas that say that they serve the
+                version need only prove it.
 
         Raises:
             JobFailed | PublicationError | NodeLost: the publication failed; `self.state` says
@@ -140,6 +145,7 @@ class Publisher:
             holder=holder,
             keeps_pending=keeps_pending,
             chain=may_chain and not self._chain_rests.take(),
+            proves=proves,
             report=report,
             members=self._members,
             planner=self._planner,

@@ -464,7 +464,8 @@ class Trainer(Node):
 
     def on_EncodeChanges(self, message: Any, _: Any) -> None:
         which, proof = self.part if message.changed_only else range(TENSORS), dict[str, Any]()
-        if self.remembered is not None and self.remembered[0] == message.base_version:
+        is_here = self.remembered is not None and self.remembered[0] == message.base_version
+        if self.remembered is not None and is_here:
             olds = self.remembered[1]
         else:
             try:
@@ -473,6 +474,7 @@ class Trainer(Node):
                 self.link.complete(message.request_id, result={"why_not": str(error)})
                 return
             olds = values_of(state, self.changed)
+        if message.prove or not is_here:
             proof = digests([olds[i] for i in which])
         self.encoded = [self.values[i] - olds[i] for i in which]
         result = {"nbytes": 1, "elements": len(self.encoded)}
@@ -638,8 +640,14 @@ class Replica(Node):
         changed = (
             {"tensors": self.part, "layout": whole_layout(len(self.part))} if self.part else None
         )
+        waits = (self.received, self.shadow, self.unconfirmed) != (None, None, None)
         self.link.complete(
-            message.request_id, result={"layout": whole_layout(TENSORS), "changed": changed}
+            message.request_id,
+            result={
+                "layout": whole_layout(TENSORS),
+                "changed": changed,
+                "serves": None if self.poisoned or waits else self.served,
+            },
         )
 
     def on_PrepareShadow(self, message: Any, _: Any) -> None:

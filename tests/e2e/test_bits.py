@@ -42,7 +42,7 @@ def ran(argv: list[Any]) -> subprocess.CompletedProcess[str]:
 def sampler(models, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """The arguments of the trainer's side, after vLLM has run."""
     file = tmp_path_factory.mktemp("bits") / "sampler.safetensors"
-    common = ["--model", models["qwen3"], "--dtype", "float32", "--exact"]
+    common = ["--model", models["qwen3"], "--device", "cpu", "--dtype", "float32", "--exact"]
     done = ran([INFERENCE_PYTHON, "-m", "inference_node.bits", *common, "--out", file])
     assert done.returncode == 0, done.stderr[-3000:]
     return [*common, "--sampler", file]

@@ -2,50 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from orchestrator.protocol.messages import InitialSync, Resync
-from splice.client.run_file import RunFile
 from splice.cluster import Cluster
 from tests.e2e.batches import trained
-from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
+from tests.e2e.elements import run_file
 from tests.e2e.servers import rank_of_trainer, scored
 
 pytestmark = pytest.mark.timeout(900)
 train = partial(trained, lr=1e-4)
-
-
-def run_file(
-    folder: Path,
-    model: Path,
-    *,
-    mode: str,
-    parallel: dict[str, int] | None = None,
-    workers: int = 1,
-    replicas: int = 1,
-    vllm: tuple[str, ...] = (),
-    **trainer: object,
-) -> RunFile:
-    return RunFile(
-        name="tiny",
-        model=model,
-        run_dir=folder / "run",
-        dtype="bfloat16",
-        # Elements come next to the live tensors, if they fit.
-        publication={"send": "elements", "shadow_bytes": 2**30 if mode == "shadow" else 1},
-        trainer={"python": TRAINER_PYTHON, "parallel": parallel or {}, **trainer},
-        inference={
-            "python": INFERENCE_PYTHON,
-            "tensor_parallel": workers,
-            "replicas": replicas,
-            "max_model_len": 256,
-            "cpu_kv_cache_gb": 0.1,
-            "extra_args": vllm,
-        },
-    )
 
 
 @pytest.mark.parametrize(
@@ -148,4 +120,36 @@ def test_changed_elements_survive_a_restart_of_the_trainer(
         assert result.num_verified == result.num_tensors and result.attempts == 1
         assert (result.num_tensors == first.num_tensors) == (n in (1, 3))
         assert result.changed_elements > 0 and result.bytes_sent < 0.5 * first.bytes_sent
+    assert again.sent == "full" and before == after
+
+
+def test_changed_elements_survive_a_restart_of_the_orchestrator(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """The new one first has the trainer and the replica prove the served version, with no bytes of
+    it. A job that waits for it proves it too."""
+    run = run_file(tmp_path, models["qwen3"], mode="in_place")
+    with Cluster(run, orchestrator_restarts=2) as cluster:
+        first = cluster.client.run(InitialSync(), timeout_s=300.0)
+        steps = [train(cluster)]
+        log = run.run_dir / "logs" / "orchestrator.log"
+        proved = "inference-0 serve tiny@1: elements, 0 bytes"
+        for waits in (True, False):
+            seen = log.read_text().count(proved)
+            pid = cluster.launcher.nodes["orchestrator"].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            until_s = time.monotonic() + 120.0
+            while waits and log.read_text().count(proved) == seen:
+                assert time.monotonic() < until_s
+                time.sleep(0.2)
+            steps += [train(cluster), train(cluster)]
+        before = scored(cluster.base_urls[0], "tiny@5")
+        again = cluster.client.run(Resync(), timeout_s=300.0)
+        after = scored(cluster.base_urls[0], "tiny@5")
+    for n, result in enumerate(steps):
+        assert result.sent == "elements", (n, result.why_sent)
+        assert result.num_verified == result.num_tensors and result.attempts == 1
+        assert (result.num_tensors == first.num_tensors) == (n == 3)
+        assert result.bytes_sent < 0.5 * first.bytes_sent
     assert again.sent == "full" and before == after

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from inference_node.server import all_workers
 from inference_node.shared.reports import Findings, WorkerDigests
-from inference_node.worker import chunk_plan, engine
+from inference_node.worker import chain, chunk_plan
 from orchestrator.protocol import messages as m
 from tests.inference_node import tiny
 from tests.inference_node.harness import new
@@ -144,12 +144,12 @@ class Engine:
         if sees or name.startswith("qwen3_5"):
             register_without_torchvision(self._architecture, "gemma3_mm" if sees else "qwen3_5")
         more: dict[str, Any] = {"attention_backend": "CPU_MLA"}  # AMX's knows no float32
+        join = chain.join_tcp
         if CUDA:
             more = {"gpu_memory_utilization": 0.05}
             if "linear_key_head_dim" in SERVED.get(name, {}):  # else FlashInfer, where it is not
                 more["additional_config"] = {"gdn_prefill_backend": "triton"}
-            join = engine.join_tcp
-            engine.join_tcp = lambda *a, **k: through_the_cpu(join(*a, **k))
+            chain.join_tcp = lambda *a, **k: through_the_cpu(join(*a, **k))
         self._llm = vllm.LLM(
             model=str(folder),
             skip_tokenizer_init=not sees,

@@ -300,10 +300,10 @@ class FakeTrainer(FakeNode):
         self.messages.append(message)
         came = self.part if message.changed_only else range(3)
         number, olds = self.remembered or (message.base_version, [])
-        proof: dict[str, Any] = {}
-        if not olds and self.recalls:
+        is_recalled = not olds and self.recalls
+        if is_recalled:
             olds = list(map(int, (Path(message.base_dir) / "weights").read_text().split()))
-            proof = digests([olds[i] for i in came])
+        proof = digests([olds[i] for i in came]) if olds and (is_recalled or message.prove) else {}
         if not olds or number != message.base_version:
             self._done(message, why_not=f"version {message.base_version} is not remembered")
             return
@@ -358,6 +358,8 @@ class FakeReplica(FakeNode):
         """Why nothing can be received next to the live numbers."""
         self.shadow: dict[int, int] = {}
         self.flip_swap = False
+        self.serves: int | None = None
+        """The version that it says it serves."""
         self.committed_by_itself: list[int] = []
         self.unconfirmed: int | None = None
         self.canary: list[float] | None = None
@@ -366,6 +368,7 @@ class FakeReplica(FakeNode):
     def restarted(self) -> None:
         """Say that the server behind it was started again."""
         self.restarts += 1
+        self.serves = None
         self.link.send(
             Ready(node_id=self.link.node_id, detail={**self.detail, "restarted": self.restarts})
         )
@@ -394,7 +397,7 @@ class FakeReplica(FakeNode):
         (layout, part_layout), changed = orders[message.order], None
         if self.part is not None:
             changed = {"tensors": self.part, "layout": part_layout or whole_layout(len(self.part))}
-        result = {"layout": layout, "changed": changed}
+        result = {"layout": layout, "changed": changed, "serves": self.serves}
         if message.order == "edges":
             result["keeps"] = self.keeps
         self.link.complete(message.request_id, result=result)
@@ -428,7 +431,7 @@ class FakeReplica(FakeNode):
         is_committed = live["buffers"] == [message.commit_if]
         if is_committed:
             self.committed_by_itself.append(message.version)
-            self.unconfirmed = message.version
+            self.unconfirmed = self.serves = message.version
             self.served.append((message.version, list(self.live)))
         self.link.complete(
             message.request_id,
@@ -468,7 +471,7 @@ class FakeReplica(FakeNode):
         )
 
     def on_LeaveAlias(self, message) -> None:
-        self.left_alias = True
+        self.left_alias, self.serves = True, None
         self._done(message)
 
     def on_CheckCanary(self, message) -> None:
@@ -484,5 +487,5 @@ class FakeReplica(FakeNode):
         self.left_alias = False
         if self.unconfirmed != message.version:
             self.served.append((message.version, list(self.live)))
-        self.unconfirmed = None
+        self.unconfirmed, self.serves = None, message.version
         self._done(message)

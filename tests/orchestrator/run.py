@@ -40,6 +40,25 @@ class Run:
         self.nodes = []
 
     def __enter__(self):
+        self._start()
+        while not (self.dir / "endpoint").exists():
+            time.sleep(0.01)
+        self.endpoint = (self.dir / "endpoint").read_text()
+        self.client = SpliceClient(endpoint=self.endpoint, run_token=TOKEN).__enter__()
+        return self
+
+    def resume(self):
+        """Another orchestrator takes this one's place; nodes and client live on."""
+        self.loop.call_soon_threadsafe(self.orchestrator.leave)
+        self.thread.join(20)
+        assert not self.thread.is_alive() and self.error is None, self.error
+        self.loop.close()
+        self.loop = asyncio.new_event_loop()
+        bound = (self.dir / "bound").read_text()
+        self.config = self.config.model_copy(update={"resume": True, "endpoint": bound})
+        self._start()
+
+    def _start(self):
         started = threading.Event()
 
         def go():
@@ -54,11 +73,6 @@ class Run:
         self.thread = threading.Thread(target=go, daemon=True)
         self.thread.start()
         started.wait(10)
-        while not (self.dir / "endpoint").exists():
-            time.sleep(0.01)
-        self.endpoint = (self.dir / "endpoint").read_text()
-        self.client = SpliceClient(endpoint=self.endpoint, run_token=TOKEN).__enter__()
-        return self
 
     def trainer(self, *, before=lambda node: None, **kwargs):
         """`before` may script it: a request can come as soon as it has started."""

@@ -136,9 +136,101 @@ def test_another_trainer_process_that_makes_other_weights_of_the_version_sends_e
     successor.on_TrainMerged = changed_on_disk
     result = train(run)
     assert (result.sent, result.attempts) == ("full", 1)
-    assert "does not make what version 0 is" in result.why_sent
+    assert "the trainer's adapters of version 0 do not make what is served" in result.why_sent
     assert replica.served[-1] == (1, [10, 21, 30])
     assert train(run).sent == "elements"
+
+
+# ------------------------------------------------------------ another orchestrator
+
+
+def test_a_resumed_orchestrator_proves_what_is_served_with_no_bytes(run):
+    """Nobody knows what the replica heard last. It says that it serves the version, the trainer
+    proves that it has it, and the replica's digests of all tensors show that it holds it."""
+    trainer, (replica,) = start(run)
+    assert train(run).sent == "elements"
+    run.resume()
+    assert soon(lambda: len(replica.served) == 3)
+    assert replica.served[2] == (1, [10, 21, 30]) and replica.bases[-1] == 1
+    (asked,) = [m for m in trainer.messages if isinstance(m, EncodeChanges)][1:]
+    assert (asked.version, asked.base_version, asked.prove, asked.changed_only) == (
+        1,
+        1,
+        True,
+        False,
+    )
+    second = train(run)
+    assert (second.sent, second.num_tensors) == ("elements", 2), "it has verified all tensors"
+    assert not trainer.messages[-2].prove and replica.served[-1] == (2, [10, 22, 30])
+
+
+def test_a_job_that_waits_for_a_resumed_orchestrator_sends_elements_of_all_tensors(run):
+    trainer, (replica,) = start(run)
+    assert train(run).sent == "elements"
+
+    def train_after_a_resume(message) -> None:
+        run.resume()
+        trainer.on_TrainMerged(message)
+
+    trainer.script["TrainMerged"] = train_after_a_resume
+    result = train(run)
+    assert (result.sent, result.num_tensors, result.num_verified) == ("elements", 3, 3)
+    assert replica.bases[-1] == 1 and len(replica.served) == 3
+    assert replica.served[-1] == (2, [10, 22, 30])
+
+
+@pytest.mark.parametrize("lost", ["replica", "journal", "trainer"])
+def test_a_resumed_orchestrator_sends_everything_where_something_is_not_known(run, lost):
+    """The replica was started again, an earlier release wrote the journal, or the trainer has
+    other weights than were served."""
+    trainer, (replica,) = start(run)
+    assert train(run).sent == "elements"
+    if lost == "replica":
+        replica.restarted()
+        replica.serves = None
+        assert soon(lambda: len(replica.served) == 3)
+        replica.serves = None
+    elif lost == "journal":
+        journal = run.orchestrator._journal
+        run.loop.call_soon_threadsafe(journal.set_facts, {"publications": None})
+    else:
+        trainer.remembered = (1, [10, 21, 31])
+    count, asked = len(replica.served), len(replica.bases)
+    run.resume()
+    assert soon(lambda: len(replica.served) > count)
+    assert replica.bases[asked:] == [None] and replica.served[-1] == (1, [10, 21, 30])
+    assert train(run).sent == "elements"
+
+
+def test_a_resync_after_a_resume_is_whole(run):
+    """A user who asks for everything gets it."""
+    _, (replica,) = start(run)
+    assert train(run).sent == "elements"
+    run.resume()
+    assert run.client.run(Resync()).sent == "full"
+    assert replica.served[-1] == (1, [10, 21, 30])
+
+
+def test_a_resumed_orchestrator_knows_what_it_measured(tmp_path):
+    with Run(tmp_path, send="auto") as run:
+        start(run)
+        train(run)
+        rates = run.orchestrator._publisher._elements.rates
+        rates.coded(10**9, 10**6, 1.0)
+        train(run)
+        before = rates.kept()
+        assert before["link"] and before["coding"] and before["share"]
+        run.resume()
+        assert soon(lambda: run.orchestrator._publisher._elements.rates.kept() == before)
+
+
+def test_full_updates_stay_due_over_resumes(tmp_path):
+    with Run(tmp_path, send="elements", full_every=4) as run:
+        _, (replica,) = start(run)
+        assert train(run).sent == "elements"
+        run.resume()
+        assert soon(lambda: len(replica.served) == 3) and replica.bases[-1] == 1
+        assert [train(run).sent for _ in range(3)] == ["elements", "full", "elements"]
 
 
 def test_a_trainer_that_sent_another_version_last_says_so(run):
@@ -188,6 +280,7 @@ def test_a_full_update_that_is_due_comes_as_tensors(tmp_path):
 
 def test_elements_of_all_tensors_are_no_full_update(ledger):
     ledger.state = State.COMMITTED
+    ledger.verified(1, is_full=True)
     ledger.committed(1, holding={"one": "life 1"}, trainer="trainer 2", is_full=True)
     assert not ledger.is_due(3) and ledger.is_due(2)
     is_part = {"lives": {"one": "life 1"}, "full_every": 3}
@@ -281,12 +374,13 @@ def ledger():
     for state in (State.FINISHED, State.VERIFIED, State.COMMITTED):
         found.step(state, 0)
     held = {"one": "life 1", "other": "life 2"}
-    found.committed(0, holding=held, trainer="trainer 1", is_full=True, unread=["packed"])
+    found.verified(0, is_full=True, unread=["packed"])
+    found.committed(0, holding=held, trainer="trainer 1", is_full=True)
     return found
 
 
 def may(ledger, version=1, **lives):
-    return ledger.may_send_elements(version, lives=lives)
+    return ledger.may_send_elements(version, lives=lives, serves={})
 
 
 def test_elements_need_the_same_lives_and_the_next_version(ledger):
@@ -303,9 +397,10 @@ def test_after_any_failure_whole_tensors_travel(ledger):
 
 
 def test_what_cannot_be_read_is_remembered_until_everything_is_sent_again(ledger):
-    def committed(version, **more):
+    def committed(version, *, is_full, unread):
         ledger.state = State.COMMITTED
-        ledger.committed(version, holding={}, trainer="t", **more)
+        ledger.verified(version, is_full=is_full, unread=unread)
+        ledger.committed(version, holding={}, trainer="t", is_full=is_full)
         return ledger.unread
 
     assert ledger.unread == {"packed"}

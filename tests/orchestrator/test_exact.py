@@ -22,7 +22,7 @@ MODEL = Path("org/name")
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"device": "cuda"}, "device"),
+        ({"device": "cuda", "dtype": "float32"}, "dtype"),
         ({"dtype": "bfloat16"}, "dtype"),
         ({"parallel": ParallelConfig(tensor=2, world_size=2)}, "parallel.tensor"),
         ({"parallel": ParallelConfig(pipeline=2, world_size=2)}, "parallel.pipeline"),
@@ -42,7 +42,7 @@ def test_a_trainer_setting_is_refused(options, name) -> None:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"device": "cuda"}, "device"),
+        ({"device": "cuda", "dtype": "float32"}, "dtype"),
         ({"dtype": "bfloat16"}, "dtype"),
         ({"tensor_parallel": 2}, "tensor_parallel"),
         ({"enforce_eager": False}, "enforce_eager"),

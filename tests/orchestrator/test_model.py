@@ -221,6 +221,7 @@ class Model(RuleBasedStateMachine):
             report=report,
             holder=self.trainer.peer.hello.incarnation,
             others=others,
+            proves=only is not None,
         )
         try:
             self.loop.run_until_complete(self.with_all_that_follows(publication))

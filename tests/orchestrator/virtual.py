@@ -62,6 +62,14 @@ class MemoryJournal:
     on_death: Callable[[], object] = bool
     is_dead: bool = False
     depth: int = 0
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def fact(self, key: str) -> dict[str, Any]:
+        return self.facts.get(key, {})
+
+    def set_facts(self, facts: dict[str, dict[str, Any]]) -> None:
+        if not self.is_dead:
+            self.facts |= facts
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -184,7 +192,8 @@ class Trainer(Node):
         which = self.part if message.changed_only else range(TENSORS)
         self.encoded = [new[i] - old[i] for i in which]
         found = Completed(request_id="", result={"nbytes": 1, "elements": len(self.encoded)})
-        return (found, ()) if is_here else (found, (packed([old[i] for i in which]),))
+        is_proved = message.prove or not is_here
+        return found, ((packed([old[i] for i in which]),) if is_proved else ())
 
     async def on_SendWeights(self, message: Any, _: Any) -> tuple[Completed, tuple[bytes, ...]]:
         weights = self.world.weights(self.state)
@@ -255,8 +264,11 @@ class Replica(Node):
         changed = (
             {"tensors": self.part, "layout": whole_layout(len(self.part))} if self.part else None
         )
+        is_decided = self.received is None and self.shadow is None and self.unconfirmed is None
+        serves = self.shown if is_decided else None
         return Completed(
-            request_id="", result={"layout": whole_layout(TENSORS), "changed": changed}
+            request_id="",
+            result={"layout": whole_layout(TENSORS), "changed": changed, "serves": serves},
         )
 
     async def on_PrepareShadow(self, message: Any, _: Any) -> Completed:

@@ -123,9 +123,9 @@ def test_a_hub_id_for_a_comparison_of_bits(
     file.write_text(FILE.format(model="Qwen/Tiny", python=INFERENCE_PYTHON))
     pythons = {"trainer_python": Path(sys.executable), "inference_python": INFERENCE_PYTHON}
     for named in ("Qwen/Tiny", str(file), str(tmp_path)):
-        assert Sides.of(named, is_exact=False, dtype=None, **pythons).model == snapshot
+        assert Sides.of(named, is_exact=False, device=None, dtype=None, **pythons).model == snapshot
     with pytest.raises(ConfigError, match=r"neither a config\.json nor a run\.toml"):
-        Sides.of(str(tmp_path / "hub"), is_exact=False, dtype=None, **pythons)
+        Sides.of(str(tmp_path / "hub"), is_exact=False, device=None, dtype=None, **pythons)
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/**/run*.toml")), ids=str)

@@ -40,6 +40,7 @@ EDGES = "tests/weight_transfer/test_edges.py"
 CHANGES = "tests/weight_transfer/test_changes.py"
 MERGES = "tests/trainer_node/export/test_changes.py::test_changed_elements_make_what_would_be_sent"
 ELEMENTS = "tests/orchestrator/test_elements.py"
+RESUMED = f"{ELEMENTS}::test_a_resumed_orchestrator_sends_everything_where_something_is_not_known"
 GATHER = "tests/trainer_node/export/test_gather.py"
 ROUNDING = "tests/trainer_node/adapters/test_rounding.py"
 SERVED = "tests/trainer_node/training/test_served_weights.py::test_the_trainer_computes_with_what_is_served"
@@ -287,10 +288,19 @@ MUTANTS = [
            "if not self.unread.isdisjoint(indices):", "if False:"),
     Mutant("changed elements go to a replica that lives anew", f"{ELEMENTS}::test_elements_need_the_same_lives_and_the_next_version",
            "orchestrator/publication/ledger.py", "Ledger.may_send_elements",
-           "is_next and is_held and", "is_next and"),
+           "return is_held and (", "return ("),
+    Mutant("a resumed orchestrator believes that every replica serves the version", f"{RESUMED}[True-replica]",
+           "orchestrator/publication/ledger.py", "Ledger.may_send_elements",
+           "serves.get(replica) == self.version for", "True for"),
+    Mutant("a resumed orchestrator believes that every tensor can be read", f"{RESUMED}[True-journal]",
+           "orchestrator/publication/ledger.py", "Ledger.may_send_elements",
+           "or self.unread is None:", "or False:"),
+    Mutant("a resumed orchestrator believes the trainer", f"{RESUMED}[True-trainer]",
+           "orchestrator/publication/elements.py", "Elements.encode",
+           "prove=self.ledger.is_resumed,", "prove=False,"),
     Mutant("a version that another process read is not proved", f"{ELEMENTS}::test_another_trainer_process_that_makes_other_weights_of_the_version_sends_everything",
            "orchestrator/publication/elements.py", "Elements.encode",
-           "if not self.ledger.has_sent(olds, wire.indices):", "if False:"),
+           "if not self.ledger.is_content(base, olds, wire.indices):", "if False:"),
     Mutant("a version that another process sent is merged as the present one", MERGES,
            "trainer_node/export/changes.py", "Published.recall",
            "self._version, self._rounding = version, rounding", "self._version, self._rounding = version, self._model.rounding"),
@@ -298,7 +308,7 @@ MUTANTS = [
            "orchestrator/publication/ledger.py", "Ledger.failed",
            "self.state, self._has_failed = left, True", "self.state = left"),
     Mutant("elements count as the full update that is due", f"{ELEMENTS}::test_elements_of_all_tensors_are_no_full_update",
-           "orchestrator/publication/ledger.py", "Ledger.committed",
+           "orchestrator/publication/ledger.py", "Ledger.verified",
            "0 if is_full and unread is not None else", "0 if is_full else"),
     Mutant("a full update that is due comes as elements", f"{ELEMENTS}::test_a_full_update_that_is_due_comes_as_tensors",
            "orchestrator/publication/elements.py", "Elements.encode",

@@ -208,6 +208,22 @@ def test_an_element_that_stays_minus_zero_still_travels() -> None:
     assert changed == 1 and messages[0].nbytes > 0
 
 
+def test_a_buffer_may_change_once_its_encoding_has_begun() -> None:
+    """It is filled again only for parts whose codes are no shorter."""
+    fills = []
+    old_B, new_B = some_changes(5, 0.02)
+    new_B[2048:] = random_bytes(SIZE - 2048, 9)
+    parts = [Delivery(peers=(), begin=begin, end=begin + 1024) for begin in range(0, SIZE, 1024)]
+    wanted, changed = changes.encode_buffer(old_B, new_B, parts, word_bytes=2)
+    room_B = new_B.clone()
+    encoding = changes.begin_encoding(old_B, room_B, parts, word_bytes=2)
+    room_B.zero_()
+    messages = encoding.messages(lambda: fills.append(1) or new_B)
+    assert [m.row() for m in messages] == [m.row() for m in wanted] and len(fills) == 1
+    assert [m.is_code for m in messages] == [True, True, False, False]
+    assert encoding.changed == changed
+
+
 def test_a_large_buffer_is_coded_in_parts(pair, monkeypatch) -> None:
     """Each bounds what a worker decodes at a time, in the memory that generation leaves."""
     monkeypatch.setattr(changes, "PART_BYTES", 1000)

@@ -75,6 +75,41 @@ def test_neighbouring_floats_are_one_step_apart() -> None:
     assert code[:4] == other[:4]
 
 
+@pytest.mark.parametrize("most_at_once", [1 << 23, 10])
+@settings(max_examples=60, deadline=None)
+@given(
+    cuts=st.lists(st.integers(0, 4000), min_size=2, max_size=9, unique=True),
+    word_bytes=st.sampled_from([1, 2]),
+    shares=st.lists(st.sampled_from([0.0, 0.0005, 0.02, 1.0]), min_size=9, max_size=9),
+    seed=st.integers(0, 2**30),
+)
+def test_parts_are_coded_as_if_alone(
+    most_at_once: int, cuts: list[int], word_bytes: int, shares: list[float], seed: int
+) -> None:
+    """With bytes between them that belong to none, and in buffers that change meanwhile."""
+    ends = sorted(cut * word_bytes for cut in cuts)
+    parts = list(zip(ends[::2], ends[1::2], strict=False))
+    old_B, new_B = random_bytes(ends[-1] + 8, seed), random_bytes(ends[-1] + 8, seed + 1)
+    for share, (begin, end) in zip(shares, parts, strict=False):
+        stays = torch.rand((end - begin) // word_bytes, generator=seeded(seed)) >= share
+        stays_B = stays.repeat_interleave(word_bytes)
+        new_B[begin:end] = torch.where(stays_B, old_B[begin:end], new_B[begin:end])
+    alone = [delta.encode(old_B[b:e], new_B[b:e], word_bytes=word_bytes) for b, e in parts]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delta, "MOST_AT_ONCE", most_at_once)
+        codings = delta.encode_parts(old_B, new_B, parts, word_bytes=word_bytes)
+    old_B.zero_()
+    new_B.zero_()
+    assert [(one.code(), one.changed) for one in codings] == alone
+
+
+def test_segments_are_compressed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With escaped steps in several of them."""
+    old_B, new_B = random_bytes(6000, 1), random_bytes(6000, 2)
+    monkeypatch.setattr(delta, "SEGMENT", 700)
+    check(old_B, new_B, 2)
+
+
 def test_nothing_changed_is_empty() -> None:
     same = random_bytes(1000, 0)
     assert delta.encode(same, same.clone(), word_bytes=2) == (b"", 0)

@@ -2,7 +2,7 @@
 
 Bridge's layer specs name classes of `megatron.core.extensions.transformer_engine`. `install` puts
 `extension` in that module's place, so one spec serves both tiers, and our adapters and Bridge's
-mappings see one set of names. For device="cpu" only.
+mappings see one set of names. For device="cpu", and for numerics="exact" on a GPU.
 
 What is put in place, its reason, and when it can go:
 

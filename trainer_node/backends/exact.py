@@ -1,8 +1,9 @@
-"""Lets a built Megatron model compute with `weight_transfer.exact`, on a CPU: `numerics = "exact"`.
+"""Lets a built Megatron model compute with `weight_transfer.exact`: `numerics = "exact"`.
 
-The products of linears, norms, SwiGLU, rotary embeddings and attention get the bits that vLLM has
-with `inference_node.worker.exact`. `trainer_node.training.head` does the same for the output layer
-and the log-softmax. Backward passes are Megatron's own.
+The model consists of the CPU tier's modules (`cpu_te`), on a GPU as well. The products of linears,
+norms, SwiGLU, rotary embeddings and attention get the bits that vLLM has with
+`inference_node.worker.exact`. `trainer_node.training.head` does the same for the output layer and
+the log-softmax. Backward passes are Megatron's own.
 
 Axes: see `weight_transfer.exact.kernels`.
 """
@@ -10,7 +11,6 @@ Axes: see `weight_transfer.exact.kernels`.
 from __future__ import annotations
 
 import functools
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,18 +31,25 @@ _FLAG = "splice_is_exact"
 """Attribute of Megatron's config: rotary embeddings are a function that gets only the config."""
 
 
-def use(model: Any, config: Any) -> None:
+def use(model: Any, config: Any, device: torch.device) -> None:
     """Replace the methods of this model's modules.
 
     Args:
         config: Megatron's, which the model's layers share.
+        device: where the model will be.
 
     Raises:
         ConfigError: a product is not exact on this host.
     """
+    if device.type == "cuda" and config.vocab_size % kernels.VOCAB_STEP:
+        raise ConfigError(
+            f"numerics = 'exact' does not go with a vocabulary of {config.vocab_size} on a GPU, "
+            f"which is no multiple of {kernels.VOCAB_STEP}; use 'served'"
+        )
     for module in model.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-            if module.weight is not None and (why := kernels.obstacle(tuple(module.weight.shape))):
+            shape = None if module.weight is None else tuple(module.weight.shape)
+            if shape is not None and (why := kernels.obstacle(shape, device)):
                 raise ConfigError(f"numerics = 'exact' does not go with this host: {why}")
             module._forward_impl = _product
         if isinstance(module, TENorm):
@@ -64,7 +71,7 @@ def _product(
     bias: torch.Tensor | None,
     **_: Any,
 ) -> torch.Tensor:
-    out = kernels.differentiable(kernels.linear, functional.linear, input, weight)
+    out = kernels.product(input, weight)
     return out if bias is None else out + bias
 
 
@@ -88,8 +95,8 @@ def _rotary(ordinary: Any) -> Any:
         if not getattr(config, _FLAG, False):
             return ordinary(t, freqs, config=config, **more)
         cos, sin = kernels.cos_sin(freqs[:, 0, 0, : freqs.shape[-1] // 2])
-        lengths = more["cu_seqlens"].diff().tolist()
-        places = torch.cat([torch.arange(n) for n in lengths])
+        bounds, places = more["cu_seqlens"], torch.arange(len(t), device=t.device)
+        places = places - bounds[torch.bucketize(places, bounds, right=True) - 1]
         return kernels.rotate(t, cos[places], sin[places])
 
     return rotated
@@ -108,13 +115,7 @@ def _attend(
     """[N, A, D] -> [N, A * D], sequence by sequence."""
     bounds = packed_seq_params.cu_seqlens_q.tolist()
     scale = module.softmax_scale
-
-    def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        pieces = [
-            kernels.attend(query[a:b], key[a:b], value[a:b], scale) for a, b in pairwise(bounds)
-        ]
-        return torch.cat(pieces)
-
+    exact = functools.partial(kernels.attend_pack, bounds=bounds, scale=scale)
     ordinary = functools.partial(
         attend,
         bounds=bounds,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeGuard
@@ -32,11 +33,20 @@ from trainer_node.export.merger import Merger
 from trainer_node.export.sources import Delta
 from trainer_node.export.wire_export import WireExport
 from trainer_node.model.model import Model
-from weight_transfer.changes import Buffers, Message, drop_zero_signs, encode_buffer, whole
+from weight_transfer.changes import (
+    Buffers,
+    Encoding,
+    Message,
+    begin_encoding,
+    drop_zero_signs,
+    whole,
+)
 from weight_transfer.digest import PreparedDigest
 from weight_transfer.edges import Delivery, Step, digest_of_pieces
 from weight_transfer.layout import chunk_offsets, views_of
 
+HELD_BYTES = 1 << 28
+"""Host memory of symbols that wait for the threads which compress them."""
 Export: TypeAlias = WireExport | BridgeExport | Fp8Export | Fp8Steps
 """What fills the chunks of an update."""
 
@@ -77,7 +87,7 @@ class Layout:
         return whole(self.nbytes(k)) if steps is None else steps[k].deliveries
 
     def word_bytes(self, k: int) -> int:
-        """As in `encode_buffer`."""
+        """As in `begin_encoding`."""
         specs, indices = self.manifest.tensors, self.tensors(k)
         if not self.unread.isdisjoint(indices):
             return 0
@@ -91,14 +101,25 @@ class Layout:
         tensors = views_of(buffer_B, [specs[i] for i in self.order[k]])
         return PreparedDigest(tensors, rows=self.order[k])
 
-    def filled(self, k: int) -> torch.Tensor:
-        """Buffer k with the present weights; perhaps a parameter's own memory."""
+    def room(self) -> torch.Tensor:
+        """Memory for any one buffer."""
+        most = max((self.nbytes(k) for k in range(self.count)), default=0)
+        return torch.empty(most, dtype=torch.uint8, device=self.device)
+
+    def filled(self, k: int, room_B: torch.Tensor | None = None) -> torch.Tensor:
+        """Buffer k with the present weights; perhaps a parameter's own memory.
+
+        Args:
+            room_B: where else it is filled. None: new memory.
+        """
         there_B = self.export.resident(k)
         if there_B is not None:
             return there_B
-        buffer_B = torch.empty(self.nbytes(k), dtype=torch.uint8, device=self.device)
-        self.export.fill(k, buffer_B)
-        return buffer_B
+        nbytes = self.nbytes(k)
+        if room_B is None:
+            room_B = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self.export.fill(k, room_B[:nbytes])
+        return room_B[:nbytes]
 
     def as_read(self, k: int, buffer_B: torch.Tensor) -> torch.Tensor:
         """Buffer k as a replica reads it back: -0.0 is 0.0 where it may not know."""
@@ -235,13 +256,19 @@ class Published:
         return self._olds[id(param)][1]
 
     @contextlib.contextmanager
-    def old_buffers(self, export: Export) -> Iterator[Callable[[int, torch.Tensor], torch.Tensor]]:
-        """Gives a function that makes the old bytes of a buffer, given its new ones."""
+    def old_buffers(
+        self, export: Export, room_B: torch.Tensor
+    ) -> Iterator[Callable[[int, torch.Tensor], torch.Tensor]]:
+        """Gives a function that makes the old bytes of a buffer, given its new ones.
+
+        Args:
+            room_B: where it may make them.
+        """
         if not self._merges(export):
             self.forget()  # until the new bytes, which are kept now, have been sent
 
             def replaced(k: int, new_B: torch.Tensor) -> torch.Tensor:
-                old_B = self.kept(k).clone()
+                old_B = room_B[: new_B.numel()].copy_(self._kept[k], non_blocking=True)
                 self.keep(k, new_B)
                 return old_B
 
@@ -253,7 +280,7 @@ class Published:
         try:
             if export not in self._mergers:
                 self._mergers[export] = export.merged_with(self._old, self._present_rounding)
-            yield functools.partial(_merged_again, self._mergers[export])
+            yield functools.partial(_merged_again, self._mergers[export], room_B)
         finally:
             for _, host, old in self._olds.values():
                 if old is not host:
@@ -268,11 +295,15 @@ class Published:
         return replace(delta, lora_A=a, lora_B=b)
 
 
-def _merged_again(merger: Merger, k: int, new_B: torch.Tensor) -> torch.Tensor:
+def _merged_again(
+    merger: Merger, room_B: torch.Tensor, k: int, new_B: torch.Tensor
+) -> torch.Tensor:
     """The new bytes, with everything that has an adapter merged with the old one."""
     if not merger.members(k):
         return new_B
-    old_B = new_B.clone()
+    old_B = room_B[: new_B.numel()]
+    if merger.merged_nbytes(k) < new_B.numel():
+        old_B.copy_(new_B)
     merger.fill(k, old_B)
     return old_B
 
@@ -287,7 +318,7 @@ class Encoded:
     digests_N: torch.Tensor
     """Of the new tensors, or of this rank's pieces of them; on the CPU."""
     old_digests_N: torch.Tensor | None
-    """Of the old ones, if another process has sent them."""
+    """Of the old ones, if their bytes are to be proved."""
     elements: int
     nbytes: int
     """Bytes that travel to each replica."""
@@ -295,40 +326,84 @@ class Encoded:
     """Returns the new bytes of a buffer once more."""
 
 
+class _Coding:
+    """Buffers that threads compress, and what they have finished.
+
+    Args:
+        fill: returns the new bytes of a buffer once more.
+    """
+
+    def __init__(self, count: int, fill: Callable[[int], torch.Tensor]) -> None:
+        self._fill = fill
+        self._begun: deque[tuple[int, Encoding]] = deque()
+        self._held = 0
+        self.buffers: list[Sequence[Message]] = [()] * count
+        self.elements = self.nbytes = 0
+
+    def add(self, k: int, encoding: Encoding) -> None:
+        """Leave buffer k to the threads; waits where they are far behind."""
+        self._begun.append((k, encoding))
+        self._held += encoding.held_bytes
+        while self._held > HELD_BYTES:
+            self._finish_one()
+
+    def exceeds(self, nbytes: int) -> bool:
+        """Whether all of it takes more bytes. Waits for the threads only if it may."""
+        if self.nbytes + self._held > nbytes:
+            self.finish()
+        return self.nbytes > nbytes
+
+    def finish(self) -> None:
+        """Wait for the threads."""
+        while self._begun:
+            self._finish_one()
+
+    def _finish_one(self) -> None:
+        k, encoding = self._begun.popleft()
+        self._held -= encoding.held_bytes
+        self.buffers[k] = encoding.messages(functools.partial(self._fill, k))
+        self.elements += encoding.changed
+        self.nbytes += sum(message.sent_bytes for message in self.buffers[k])
+
+
 @torch.no_grad()
-def encode(layout: Layout, published: Published, *, version: int, most_bytes: int) -> Encoded:
+def encode(
+    layout: Layout, published: Published, *, version: int, most_bytes: int, proves: bool = False
+) -> Encoded:
     """Encode every buffer of this rank; `layout.export` has been started.
 
-    It stops early after more than `most_bytes`.
+    Threads compress a buffer while the device works on the next ones. It stops early after more
+    than `most_bytes`.
+
+    Args:
+        proves: digest the old tensors, also if this process has sent them.
     """
-    export, elements, nbytes = layout.export, 0, 0
-    count = len(layout.manifest.tensors)
+    proves = proves or published.is_recalled
+    export, count = layout.export, len(layout.manifest.tensors)
     digests_N = torch.zeros(count, dtype=torch.int64, device=layout.device)
     old_digests_N = torch.zeros_like(digests_N)
-    buffers: list[Sequence[Message]] = []
-    with published.old_buffers(export) as old_bytes:
+    new_room_B, old_room_B = layout.room(), layout.room()
+    again = published.kept if published.keeps(layout) else layout.filled
+    coding = _Coding(layout.count, again)
+    with published.old_buffers(export, old_room_B) as old_bytes:
         for k in range(layout.count):
-            if nbytes > most_bytes or not layout.nbytes(k):
-                buffers.append(())
+            if not layout.nbytes(k) or coding.exceeds(most_bytes):
                 continue
-            new_B, word_bytes = layout.filled(k), layout.word_bytes(k)
+            new_B, word_bytes = layout.filled(k, new_room_B), layout.word_bytes(k)
             layout.digest(k, new_B).launch(digests_N)
             old_B = old_bytes(k, new_B)
-            if published.is_recalled:
+            if proves:
                 layout.digest(k, old_B).launch(old_digests_N)
-            messages, changed = encode_buffer(
-                layout.as_read(k, old_B), new_B, layout.deliveries(k), word_bytes=word_bytes
-            )
-            buffers.append(messages)
-            elements += changed
-            nbytes += sum(message.sent_bytes for message in messages)
+            old_B, deliveries = layout.as_read(k, old_B), layout.deliveries(k)
+            coding.add(k, begin_encoding(old_B, new_B, deliveries, word_bytes=word_bytes))
+        coding.finish()
     return Encoded(
         version=version,
         layout=layout,
-        buffers=buffers,
+        buffers=coding.buffers,
         digests_N=digests_N.cpu(),
-        old_digests_N=old_digests_N.cpu() if published.is_recalled else None,
-        elements=elements,
-        nbytes=nbytes,
-        fill=published.kept if published.keeps(layout) else layout.filled,
+        old_digests_N=old_digests_N.cpu() if proves else None,
+        elements=coding.elements,
+        nbytes=coding.nbytes,
+        fill=again,
     )

@@ -101,6 +101,11 @@ class _Kind:
     adapter: tuple[int, int, int, int] = (0, 1, 0, 1)
     """`Delta.strides`."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of each tensor."""
+        return self.rows * self.columns * self.dtype.itemsize
+
     @staticmethod
     def of(member: Member) -> _Kind:
         s, d, dtype = member.source, member.delta, member.source.param.dtype
@@ -159,6 +164,8 @@ class _Chunk:
     nbytes: int
     launches: list[_Launch]
     table: AddressTable
+    merged_nbytes: int
+    """Bytes that its tensors fill."""
 
 
 def _plan_chunk(
@@ -172,7 +179,8 @@ def _plan_chunk(
         if member.source.numel:
             by_kind[_Kind.of(member)].append(member)
     launches = [_Launch(kind, same) for kind, same in by_kind.items()]
-    return _Chunk(nbytes, launches, AddressTable(launches, rounding, device))
+    merged = sum(len(one.members) * one.kind.nbytes for one in launches)
+    return _Chunk(nbytes, launches, AddressTable(launches, rounding, device), merged)
 
 
 class Merger:
@@ -211,6 +219,10 @@ class Merger:
     def chunk_nbytes(self, chunk: int) -> int:
         """Bytes of a chunk."""
         return self._chunks[chunk].nbytes
+
+    def merged_nbytes(self, chunk: int) -> int:
+        """Bytes of a chunk that `fill` writes."""
+        return self._chunks[chunk].merged_nbytes
 
     def members(self, chunk: int) -> list[Member]:
         """The tensors of a chunk, or the pieces of them."""

@@ -41,7 +41,7 @@ from orchestrator.processes.restarts import (
     RestartBudget,
 )
 from orchestrator.protocol import memory
-from orchestrator.protocol.config import TrainerConfig, check_model_folder
+from orchestrator.protocol.config import Tier, TrainerConfig, check_model_folder
 from orchestrator.protocol.messages import (
     AnyMessage,
     EndedDuring,
@@ -106,7 +106,7 @@ class TrainerLaunch:
 
 
 def ranks_command(
-    launch: TrainerLaunch, *, world_size: int, device: str, template: bool
+    launch: TrainerLaunch, *, world_size: int, tier: Tier, template: bool
 ) -> list[str]:
     """Return the command line for this host.
 
@@ -138,7 +138,7 @@ def ranks_command(
         *launch.prefix, *python_command(launch.python, "-m", "trainer_node.launcher.ranks"),
         "--ranks", str(here),
         "--world", str(world_size), "--first", str(here * launch.node_rank), *master,
-        *(["--template", device] if template else []), launch.module,
+        *(["--template", tier] if template else []), launch.module,
         "--endpoint", launch.endpoint, "--node-id", launch.node_id, "--config", str(launch.config),
     ]  # fmt: skip # a command line
 
@@ -169,7 +169,7 @@ class RanksProcess:
         argv = ranks_command(
             self._launch,
             world_size=self._config.parallel.world_size,
-            device=self._config.device,
+            tier=self._config.tier,
             template=self._is_template,
         )
         return ChildProcess(argv=argv, env={}, log_file=None, is_piped=True)

@@ -36,10 +36,12 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from typing import get_args
 
 from orchestrator.processes.parent import die_with_parent
 from orchestrator.processes.python import python_command, python_environment
 from orchestrator.processes.restarts import EXIT_LINK_LOST, START_ID
+from orchestrator.protocol.config import Tier
 from trainer_node.ranks.store import STORE_FD, listen
 
 POLL_S = 0.05
@@ -66,29 +68,24 @@ IMPORTED = (
 imports most of the rest."""
 
 
-def import_all(device: str) -> None:
-    """Import everything that a rank on `device` imports."""
+def import_all(tier: Tier) -> None:
+    """Import everything that a rank of this tier imports."""
     # torch.cuda.is_available() would initialise the driver, and forks could not use it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    from trainer_node.backends import megatron_import
+    from trainer_node.backends import loading
 
-    if device == "cpu":
-        from trainer_node.backends import cpu_shims
-
-        cpu_shims.apply()
-    else:
-        megatron_import.load()
+    loading.load(tier)
     for name in IMPORTED:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a rank would copy all memory that it shares with the template
 
 
-def check_can_fork(device: str) -> str | None:
+def check_can_fork(tier: Tier) -> str | None:
     """Return why forks of this process would fail; None if they work."""
     if threading.active_count() != 1:
         return f"the imports started threads: {[t.name for t in threading.enumerate()]}"
-    if device == "cuda" and _in_fork(_cuda_driver_works) != 0:
+    if tier != "cpu" and _in_fork(_cuda_driver_works) != 0:
         return "the imports initialised the CUDA driver"
     return None
 
@@ -264,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="HOST:PORT of rank 0's store; port 0, on one host: any",
     )
     parser.add_argument(
-        "--template", choices=("cpu", "cuda"), help="import everything first and fork the ranks"
+        "--template", choices=get_args(Tier), help="import everything first and fork the ranks"
     )
     parser.add_argument("module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)

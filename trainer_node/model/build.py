@@ -183,9 +183,9 @@ def _megatron_model(config: TrainerConfig, provider: Any, device: torch.device) 
     model = provider.provide(pre_process=first, post_process=last)
     providers.settle(model, provider)
     if config.numerics == "exact":
-        from trainer_node.backends import exact  # of the CPU tier: it imports the stand-ins
+        from trainer_node.backends import exact  # it imports the stand-ins
 
-        exact.use(model, provider)
+        exact.use(model, provider, device)
     model.to(device)
     if first:
         recompute.follow(model)

@@ -127,16 +127,21 @@ def _check(model: Model) -> None:
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError) as error:
-            raise ConfigError(f"no attention kernel for {kind}: {error}; {_advice()}") from error
+            raise ConfigError(
+                f"no attention kernel for {kind}: {error}; {_advice(model.config.numerics)}"
+            ) from error
         for name, difference in zip(NAMES, found, strict=True):
             if not difference <= BOUND:  # NaN too
                 raise ConfigError(
                     f"attention is wrong on this GPU: with heads of {kind.width}, the {name} "
-                    f"differs from torch's by {difference:.0%} of its norm; {_advice()}"
+                    f"differs from torch's by {difference:.0%} of its norm; "
+                    f"{_advice(model.config.numerics)}"
                 )
 
 
-def _advice() -> str:
+def _advice(numerics: str) -> str:
+    if numerics == "exact":
+        return "use numerics = 'served' on this GPU"
     return f"TransformerEngine loaded cuDNN {cudnn.version()}: {cudnn.advice()}"
 
 

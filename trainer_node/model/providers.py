@@ -89,7 +89,7 @@ def prepare(provider: Any, bridge: Any, config: TrainerConfig, hf_config: Any) -
     provider.perform_initialization = False
     if config.recompute == "selective":  # `recompute` switches all other ways, pack by pack
         provider.recompute_granularity = config.recompute
-    if config.device == "cpu":
+    if config.device == "cpu" or config.numerics == "exact":
         cpu_shims.without_cuda(provider)
     elif _has_delta_nets(provider):
         gated_delta.use_kernels()

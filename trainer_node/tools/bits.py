@@ -1,10 +1,10 @@
 """Compares what Megatron computes with what vLLM computed: the trainer's side of `splice check
 --bits`.
 
-    python -m trainer_node.tools.bits --model FOLDER --dtype float32 --sampler FILE [--exact]
-        [--out report.json]
+    python -m trainer_node.tools.bits --model FOLDER --device cpu --dtype float32 --sampler FILE
+        [--exact] [--out report.json]
 
-On the CPU, with one rank and the checkpoint's own weights. See `weight_transfer.exact.bits`. Exit
+With one rank and the checkpoint's own weights. See `weight_transfer.exact.bits`. Exit
 code 1 if a log-prob differs.
 """
 
@@ -64,6 +64,18 @@ def _hooks(module: Any, found: Found) -> Iterator[None]:
             stack.callback(hook.remove)
 
         def norm_of(linear: Any, name: str) -> None:
+            if not hasattr(linear, "normed"):  # TransformerEngine's, which returns both
+                ordinary_forward = linear.forward
+
+                def forwarded(*args: Any, **kwargs: Any) -> Any:
+                    result = ordinary_forward(*args, **kwargs)
+                    if isinstance(result[0], tuple):
+                        found[name] = _flat(result[0][1]).clone()
+                    return result
+
+                linear.forward = forwarded
+                stack.callback(setattr, linear, "forward", ordinary_forward)
+                return
             ordinary = linear.normed
 
             def kept(x: torch.Tensor) -> torch.Tensor:
@@ -120,12 +132,16 @@ def _kept(function: Any, found: Found, name: str) -> Any:
     return kept
 
 
-@torch.no_grad()
 def measured(config: TrainerConfig, sampler: Found) -> Found:
     """What the trainer computes for the sampler's tokens."""
     from trainer_node.training.start import start
 
     trainer = start(config)
+    with torch.no_grad():
+        return _measured(trainer, config.numerics == "exact", sampler)
+
+
+def _measured(trainer: Any, is_exact: bool, sampler: Found) -> Found:
     model, found = trainer.model, dict[str, torch.Tensor]()
     asked = [torch.tensor(ids) for ids in bits.sequences(model.vocab_size, bits.SEQUENCES)]
     with _hooks(model.head, found):
@@ -133,17 +149,16 @@ def measured(config: TrainerConfig, sampler: Found) -> Found:
     head = model.head
     tied = head.share_embeddings_and_output_weights
     weight = head.shared_embedding_or_output_weight() if tied else head.output_layer.weight
-    is_exact = config.numerics == "exact"
     product = kernels.linear if is_exact else torch.nn.functional.linear
     found["logits"] = product(found["final_norm"], weight)[:, : model.vocab_size]
-    found["log_probs"] = kernels.log_softmax(found["logits"])
+    found["log_probs"] = kernels.log_softmax(found["logits"].float())
     answers = sampler["sampled_tokens"]
     prompts = bits.sequences(model.vocab_size, bits.PROMPTS)
     rows = [torch.cat([torch.tensor(p), a]) for p, a in zip(prompts, answers, strict=True)]
     scored, _ = trainer.forward(batch_of(rows))
     ends = torch.tensor([len(r) for r in rows]).cumsum(0).tolist()
     found[bits.SAMPLED] = torch.cat([scored[e - answers.shape[1] : e] for e in ends])
-    return found
+    return {name: tensor.cpu() for name, tensor in found.items()}
 
 
 def _table(rows: list[bits.Row], first: str) -> str:
@@ -162,6 +177,7 @@ def main() -> int:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True)
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--sampler", type=Path, required=True)
@@ -169,6 +185,7 @@ def main() -> int:
     options = parser.parse_args()
     config = TrainerConfig(
         model=options.model,
+        device=options.device,
         dtype=options.dtype,
         numerics="exact" if options.exact else "adapters",
         shared_prefixes=False,
@@ -183,8 +200,9 @@ def main() -> int:
     rows, first = bits.compare(ours, theirs)
     sys.stdout.write(_table(rows, first))
     if options.out is not None:
-        report = {"model": str(options.model), "dtype": options.dtype, "exact": options.exact,
-                  "first": first, "rows": [asdict(row) for row in rows]}  # fmt: skip
+        names = ("model", "device", "dtype", "exact")
+        settings = {name: str(getattr(options, name)) for name in names}
+        report = settings | {"first": first, "rows": [asdict(row) for row in rows]}
         options.out.write_text(json.dumps(report, indent=1))
     return int(any(r.differing for r in rows if r.operation in ("log_probs", bits.SAMPLED)))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from orchestrator.protocol.config import TrainerConfig
-from trainer_node.backends import megatron_import
+from trainer_node.backends import loading
 from trainer_node.hf.checkpoint import read_config
 from trainer_node.ranks import gpu, topology
 from trainer_node.training.registry import import_losses
@@ -25,14 +25,10 @@ def start(config: TrainerConfig) -> Trainer:
     hf_config = read_config(config.model)
     import_losses(config.loss_modules)
     topology.check(config, hf_config)
-    if config.device == "cpu":
-        from trainer_node.backends import cpu_shims
-
-        cpu_shims.apply()
-    else:
+    if config.device == "cuda":
         gpu.use_expandable_segments()
-        megatron_import.load()
-    # Late, because on a CPU Megatron can be imported only after the shims.
+    loading.load(config.tier)
+    # Late, because Megatron can be imported only after the stand-ins.
     from trainer_node.model import kernel_check
     from trainer_node.model.build import build
     from trainer_node.training import pack_size

@@ -1,7 +1,8 @@
 """Operations of a decoder whose bits for a token depend on nothing but the token and those before
 it: not on its batch, its place in it, the number of threads, or prefill against decode.
 
-With `trainer.numerics = "exact"` Megatron and vLLM both compute with them, on a CPU in fp32.
+With `trainer.numerics = "exact"` Megatron and vLLM both compute with them: on a CPU in fp32, and on
+a GPU in bf16, where products, norms and attention are `gpu`'s. The rest of this list is of a CPU.
 
 - A product runs on blocks of `ROWS` rows, so the library always gets one shape. That a row's bits
   then do not depend on its place is checked at the start (`obstacle`).
@@ -20,7 +21,8 @@ Q = tokens that attend, K = those and all before them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,6 +48,9 @@ def linear(
     x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
 ) -> torch.Tensor:
     """[..., I] -> [..., O]."""
+    if x.is_cuda:
+        out = _gpu().linear(x, weight_OI)
+        return out if bias_O is None else out + bias_O
     x_NI = x.reshape(-1, x.shape[-1])
     num, weight_IO = len(x_NI), weight_OI.t()
     out_NO = x_NI.new_empty(-(-num // ROWS) * ROWS, len(weight_OI))
@@ -60,9 +65,19 @@ def linear(
     return out_NO.view(*x.shape[:-1], -1)
 
 
+def _gpu() -> Any:
+    """`gpu`: Triton is loaded where there is a GPU."""
+    from weight_transfer.exact import gpu
+
+    return gpu
+
+
 @functools.cache
-def obstacle(shape_OI: tuple[int, int]) -> str:
+def obstacle(shape_OI: tuple[int, int], device: torch.device) -> str:
     """Why products with a weight of this shape are not exact on this host; empty: they are."""
+    if device.type == "cuda":
+        found: str = _gpu().obstacle(shape_OI, device)
+        return found
     generator = torch.Generator().manual_seed(0)
     weight_OI = torch.randn(shape_OI, generator=generator)
     x = torch.randn(ROWS, shape_OI[1], generator=generator)
@@ -79,6 +94,9 @@ def obstacle(shape_OI: tuple[int, int]) -> str:
 
 def rms_norm(x: torch.Tensor, gamma_H: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm over the last axis (Zhang and Sennrich 2019)."""
+    if x.is_cuda:
+        normed: torch.Tensor = _gpu().rms_norm(x, gamma_H, eps)
+        return normed
     size = x.shape[-1]
     squares = linear(x * x, x.new_ones(_ONES, size))[..., :1]
     return x / (squares / size + eps).sqrt() * gamma_H
@@ -98,14 +116,18 @@ def exp(x: torch.Tensor) -> torch.Tensor:
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
-    """x / (1 + exp(-x))."""
+    """x / (1 + exp(-x)). On a GPU torch's has one form for each element."""
+    if x.is_cuda:
+        return functional.silu(x)
     small = exp(-x.abs())
     return x * (torch.where(x >= 0, torch.ones_like(x), small) / (small + 1.0))
 
 
 def cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine of a rotary table [positions from 0 on, D / 2], in fp64 and rounded once.
-    Blocks of positions have one shape each, and so the same vectors."""
+    Blocks of positions have one shape each, and so the same vectors; a GPU has none."""
+    if angles.is_cuda:
+        return angles.double().cos().float(), angles.double().sin().float()
     num = len(angles)
     padded = functional.pad(angles, (0, 0, 0, -num % ROWS)).double()
     blocks = padded.split(ROWS)
@@ -114,10 +136,36 @@ def cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rotate(x_NAD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn the halves of each head (Su et al. 2021); cos and sin are [N, D / 2]."""
-    first, second = x_NAD.chunk(2, dim=-1)
+    """Turn the halves of each head (Su et al. 2021), in fp32; cos and sin are [N, D / 2]."""
+    first, second = x_NAD.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return turned.to(x_NAD.dtype)
+
+
+def attend_pack(
+    query_NAD: torch.Tensor,
+    key_NGD: torch.Tensor,
+    value_NGD: torch.Tensor,
+    bounds: Sequence[int],
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention within each sequence of a pack. [N, A, D] -> [N, A * D].
+
+    Args:
+        bounds: where each sequence begins, and the pack's length.
+    """
+    if query_NAD.is_cuda:
+        most = max(b - a for a, b in pairwise(bounds))
+        starts = torch.tensor(bounds, dtype=torch.int32, device=query_NAD.device)
+        packed: torch.Tensor = _gpu().attend(
+            query_NAD, key_NGD, value_NGD, starts=starts, most=most, scale=scale
+        )
+        return packed
+    pieces = [
+        attend(query_NAD[a:b], key_NGD[a:b], value_NGD[a:b], scale) for a, b in pairwise(bounds)
+    ]
+    return torch.cat(pieces)
 
 
 def attend(
@@ -167,6 +215,10 @@ def _padded(x: torch.Tensor, length: int, multiple: int) -> torch.Tensor:
     return functional.pad(x, (0, 0, 0, 0, 0, -length % multiple))
 
 
+VOCAB_STEP = 4
+"""The log-softmax on a GPU reads rows that begin at multiples of 16 bytes in one order."""
+
+
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     """vLLM's own: torch sums each row by itself."""
     return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
@@ -181,6 +233,29 @@ def differentiable(
     """`exact(*args)`, with the gradients of `ordinary`, the same function of the same tensors."""
     result: torch.Tensor = _Both.apply(exact, ordinary, *args)
     return result
+
+
+def product(x: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """`linear`, with the gradients of torch's."""
+    result: torch.Tensor = _Product.apply(x, weight_OI)
+    return result
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+        """[..., I], [O, I] -> [..., O]"""
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight_OI)
+        return linear(x, weight_OI)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients that are wanted."""
+        x, weight_OI = ctx.saved_tensors
+        grad_x = grads[0] @ weight_OI if ctx.needs_input_grad[0] else None
+        if x is None:
+            return grad_x, None
+        return grad_x, grads[0].flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 class _Both(torch.autograd.Function):

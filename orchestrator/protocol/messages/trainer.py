@@ -63,8 +63,9 @@ class EncodeChanges(Request):
     """Encode the elements of an update that differ from an earlier version. Nothing is sent.
 
     `Completed.result` has `nbytes` and `elements`, which all ranks send to a replica. Or `why_not`:
-    why whole tensors must be sent. If the base version was read from `base_dir`, one int64 buffer
-    [N] has the digests of its tensors, as `SendWeights` has those of the new ones.
+    why whole tensors must be sent. If the base version was read from `base_dir`, or `prove` is
+    true, one int64 buffer [N] has the digests of its tensors, as `SendWeights` has those of the
+    new ones.
     """
 
     kind: Literal["EncodeChanges"] = "EncodeChanges"
@@ -73,6 +74,8 @@ class EncodeChanges(Request):
     """What every replica holds."""
     base_dir: str | None = None
     """Checkpoint of that version, for a trainer process that did not send it."""
+    prove: bool = False
+    """The orchestrator does not know the digests of the base version's tensors."""
     changed_only: bool = False
     """As in `SendWeights`."""
     unread: tuple[int, ...] = ()

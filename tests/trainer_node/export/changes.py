@@ -138,6 +138,10 @@ def check_recalled(model: Path) -> None:
         move(trainer, STEP)
         sent = encode(layout, published, version=5, most_bytes=EVERYTHING)
         assert sent.old_digests_N is None, "this process has sent them"
+        proved = encode(layout, published, version=5, most_bytes=EVERYTHING, proves=True)
+        assert proved.old_digests_N is not None
+        assert torch.equal(proved.old_digests_N, encoded.digests_N), "as an orchestrator asks"
+        assert torch.equal(proved.digests_N, sent.digests_N)
         meta = json.loads((folder / "meta.json").read_text())
         meta["lora"]["alpha"] = 8.0
         (folder / "meta.json").write_text(json.dumps(meta))

@@ -1,0 +1,196 @@
+"""The exact kernels in Triton: right when interpreted on a CPU, exact on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.trainer_node.conftest import REPO
+
+SLOTS = 16
+"""Tokens of a block of the cache."""
+LENGTHS = (70, 1, 133, 16)
+
+
+def pack(heads: int, groups: int, size: int, lengths, **kind: Any) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(sum(lengths), n, size, **kind) for n in (heads, groups, groups)]
+
+
+def starts_of(lengths, device) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def cached(key: torch.Tensor, value: torch.Tensor, lengths) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache with the tokens in scattered blocks, as vLLM has it, and its table."""
+    counts = [-(-n // SLOTS) for n in lengths]
+    order = torch.randperm(sum(counts) + 3).tolist()
+    # Rows of unused slots must not matter, and the heads of a slot are together in memory.
+    cache = key.new_full((len(order), SLOTS, key.shape[1], 2 * key.shape[2]), 7.0)
+    table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    for row, (start, end) in enumerate(pairwise([0, *accumulate(lengths)])):
+        for n, at in enumerate(range(start, end, SLOTS)):
+            block, stop = order.pop(), min(at + SLOTS, end)
+            table[row, n] = block
+            cache[block, : stop - at] = torch.cat([key[at:stop], value[at:stop]], dim=-1)
+    return cache.transpose(1, 2), table.to(key.device)
+
+
+def last(tokens: torch.Tensor, lengths, given) -> torch.Tensor:
+    """The last `given` tokens of each sequence."""
+    ends = accumulate(lengths)
+    return torch.cat([tokens[e - g : e] for e, g in zip(ends, given, strict=True)])
+
+
+def attention(heads: int, groups: int, size: int, lengths=LENGTHS, **kind: Any) -> Any:
+    """(found, of a cache for some numbers of queries, by torch)"""
+    from weight_transfer.exact import gpu
+
+    query, key, value = pack(heads, groups, size, lengths, **kind)
+    device, scale = query.device, size**-0.5
+    starts = starts_of(lengths, device)
+    whole = gpu.attend(query, key, value, starts=starts, most=max(lengths), scale=scale)
+    cache, table = cached(key, value, lengths)
+    paged = []
+    for given in ([1] * len(lengths), [min(n, 1 + n // 3) for n in lengths], lengths):
+        some = last(query, lengths, given)
+        out = torch.empty_like(some)
+        gpu.attend_paged(
+            some,
+            cache,
+            starts=starts_of(given, device),
+            lengths=starts.diff(),
+            table=table,
+            most=max(given),
+            scale=scale,
+            out=out,
+        )
+        paged.append((out.flatten(1), last(whole, lengths, given)))
+    want = []
+    for a, b in pairwise(starts.tolist()):
+        parts = [t[a:b].transpose(0, 1)[None].double() for t in (query, key, value)]
+        out = functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+        want.append(out[0].transpose(0, 1).flatten(1))
+    return whole, paged, torch.cat(want)
+
+
+def check_interpreted() -> None:
+    """In fp32, because Triton's interpreter has no products in bf16."""
+    from weight_transfer.exact import gpu
+
+    torch.manual_seed(0)
+    x, weight, gamma = torch.randn(100, 96), torch.randn(200, 96), torch.randn(96)
+    assert torch.allclose(gpu.linear(x, weight), functional.linear(x, weight), atol=1e-4)
+    few = gpu.linear(x[:5], weight)
+    assert torch.allclose(few, functional.linear(x[:5], weight), atol=1e-4)
+    want = functional.rms_norm(x, (96,), gamma, 1e-6)
+    assert torch.allclose(gpu.rms_norm(x, gamma, 1e-6), want, atol=1e-5)
+    for heads, groups, size in ((6, 2, 32), (4, 4, 16), (5, 1, 24)):
+        whole, paged, right = attention(heads, groups, size)
+        assert (whole - right).abs().max() < 2e-6
+        for found, same in paged:
+            assert torch.allclose(found, same, atol=1e-6)
+
+
+def test_the_kernels_interpreted() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.weight_transfer.exact.test_gpu"],
+        cwd=REPO,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(REPO)},
+        capture_output=True,
+        text=True,
+        timeout=240.0,
+        check=False,
+    )
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-6000:]
+
+
+BF16: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("shape", [(960, 576), (49152, 576), (6144, 4096), (4096, 12288)], ids=str)
+def test_a_product_is_the_same_in_any_batch(shape) -> None:
+    from weight_transfer.exact import kernels
+
+    torch.manual_seed(0)
+    weight, x = torch.randn(shape, **BF16), torch.randn(700, shape[1], **BF16)
+    assert kernels.obstacle(shape, weight.device) == ""
+    whole, order = kernels.linear(x, weight), torch.randperm(700)
+    assert torch.equal(kernels.linear(x[order], weight), whole[order])
+    sizes = (1, 2, 61, 64, 65, 250, 257)
+    pieces = [kernels.linear(part, weight) for part in x.split(sizes)]
+    assert torch.equal(torch.cat(pieces), whole)
+    assert torch.equal(torch.cat([kernels.linear(row[None], weight) for row in x[:40]]), whole[:40])
+    right = functional.linear(x.double(), weight.double())
+    assert ((whole.double() - right) / right.norm(dim=-1, keepdim=True)).abs().max() < 2e-3
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("size", [16, 64, 128, 576, 2048, 4096, 5120])
+def test_a_norm_is_the_same_in_any_batch(size) -> None:
+    from weight_transfer.exact import kernels
+
+    torch.manual_seed(0)
+    x, gamma = 3 * torch.randn(301, size, **BF16), torch.randn(size, **BF16)
+    whole, order = kernels.rms_norm(x, gamma, 1e-6), torch.randperm(301)
+    assert torch.equal(kernels.rms_norm(x[order], gamma, 1e-6), whole[order])
+    assert torch.equal(torch.cat([kernels.rms_norm(r[None], gamma, 1e-6) for r in x]), whole)
+    apart = torch.zeros(301, 3 * size + 8, **BF16)[:, 3 : 3 + size]
+    apart.copy_(x)  # a view at another alignment, as a part of q, k and v
+    assert torch.equal(kernels.rms_norm(apart, gamma, 1e-6), whole)
+    right = functional.rms_norm(x.double(), (size,), gamma.double(), 1e-6)
+    assert torch.allclose(whole.double(), right, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize(
+    ("heads", "groups", "size"), [(9, 3, 64), (32, 8, 128), (32, 4, 128), (14, 2, 64), (4, 2, 16)]
+)
+def test_attention_is_the_same_from_a_cache_and_in_chunks(heads, groups, size) -> None:
+    lengths = (700, 1, 133, 16, 2049, 64)
+    whole, paged, right = attention(heads, groups, size, lengths, **BF16)
+    assert (whole.double() - right).abs().max() < 0.05
+    for found, same in paged:
+        assert torch.equal(found, same)
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("vocab", [128, 1000, 49152, 151936])
+def test_the_log_softmax_is_the_same_in_any_batch(vocab) -> None:
+    from weight_transfer.exact import kernels
+
+    torch.manual_seed(0)
+    logits = 5 * torch.randn(67, vocab + 128, device="cuda")[:, :vocab]
+    whole = kernels.log_softmax(logits)
+    assert torch.equal(torch.cat([kernels.log_softmax(row[None]) for row in logits]), whole)
+
+
+@pytest.mark.gpu1
+def test_silu_and_rotations_are_the_same_in_any_batch() -> None:
+    from weight_transfer.exact import kernels
+
+    torch.manual_seed(0)
+    x = torch.randn(101, 1030, **BF16)
+    assert torch.equal(
+        torch.cat([kernels.silu(row[None, 3:]) for row in x]), kernels.silu(x[:, 3:])
+    )
+    angles = torch.arange(101.0)[:, None] * torch.linspace(0, 1, 32)
+    cos, sin = kernels.cos_sin(angles.cuda())
+    one_by_one = [kernels.cos_sin(angles[n : n + 1].cuda()) for n in range(101)]
+    assert torch.equal(torch.cat([c for c, _ in one_by_one]), cos)
+    heads = torch.randn(101, 5, 64, **BF16)
+    whole = kernels.rotate(heads, cos, sin)
+    rows = [kernels.rotate(heads[n : n + 1], cos[n : n + 1], sin[n : n + 1]) for n in range(101)]
+    assert torch.equal(torch.cat(rows), whole)
+
+
+if __name__ == "__main__":
+    check_interpreted()

@@ -1,0 +1,267 @@
+"""The products, norms and attention of `weight_transfer.exact.kernels` on a GPU, in Triton.
+
+Numbers are bf16, and sums are fp32. A row's bits do not depend on its place in a tile: a tensor
+core computes each row of a tile by itself, and adds up its products from the first feature, or key,
+to the last. So every kernel goes through features and keys in their order, without splitting them,
+and the size of the tile is free. `obstacle` compares two sizes on this GPU.
+
+A reduction within a thread block has an order that its layout gives. The layout follows from
+constants of the kernel, which depend on the model only.
+
+Axes: see `weight_transfer.exact.kernels`; B = sequences or requests, S = slots of a block of vLLM's
+cache.
+"""
+
+# Triton takes annotations for globals:
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+FEW = 64
+"""Rows up to which a product has small tiles, so that many programs read the weight."""
+QUERIES = 64
+"""Rows of attention's tile: queries times the heads that share their keys."""
+KEYS = 64
+"""Keys that attention takes at a time, counted from the sequence's beginning."""
+_LOG2_E = 1.4426950408889634
+_ALIGNED = 16
+"""Bytes. Triton compiles another kernel for a pointer that is not."""
+
+
+def _rows_of(x: torch.Tensor) -> torch.Tensor:
+    """[..., F] -> [N, F], contiguous and aligned."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    return rows if rows.data_ptr() % _ALIGNED == 0 else rows.clone()
+
+
+# ---------------------------------------------------------------- products
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _linear_kernel(
+    x_ptr, w_ptr, out_ptr, num_rows, OUT: tl.constexpr, IN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip # many constants
+    # Programs that run at the same time share rows and weights: GROUP tiles of rows together.
+    tiles_n, tiles_o = tl.cdiv(num_rows, BLOCK_N), tl.cdiv(OUT, BLOCK_O)
+    program = tl.program_id(0)
+    first_n = program // (GROUP * tiles_o) * GROUP
+    high = tl.minimum(tiles_n - first_n, GROUP)
+    tile_n = first_n + program % (GROUP * tiles_o) % high
+    tile_o = program % (GROUP * tiles_o) // high
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    o = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
+    i = tl.arange(0, BLOCK_I)
+    x_ptrs = x_ptr + n.to(tl.int64)[:, None] * IN + i[None, :]
+    w_ptrs = w_ptr + o.to(tl.int64)[None, :] * IN + i[:, None]
+    total = tl.zeros((BLOCK_N, BLOCK_O), dtype=tl.float32)
+    for first in range(0, IN, BLOCK_I):
+        here = first + i < IN
+        x = tl.load(x_ptrs + first, mask=(n < num_rows)[:, None] & here[None, :], other=0.0)
+        w = tl.load(w_ptrs + first, mask=(o < OUT)[None, :] & here[:, None], other=0.0)
+        total = tl.dot(x, w, total)
+    out_ptrs = out_ptr + n.to(tl.int64)[:, None] * OUT + o[None, :]
+    tl.store(
+        out_ptrs,
+        total.to(out_ptr.dtype.element_ty),
+        mask=(n < num_rows)[:, None] & (o < OUT)[None, :],
+    )
+
+
+def linear(x: torch.Tensor, weight_OI: torch.Tensor, *, few: int = FEW) -> torch.Tensor:
+    """[..., I] -> [..., O]; up to `few` rows in small tiles."""
+    rows, weight_OI = _rows_of(x), weight_OI.contiguous()
+    num, (out, into) = len(rows), weight_OI.shape
+    result = rows.new_empty(num, out)
+    if num:
+        if num <= few:
+            high, wide, deep, warps, stages = 64, 32, 128, 4, 4
+        else:
+            high, wide, deep, warps, stages = 128, 256, 64, 8, 3
+        grid = (triton.cdiv(num, high) * triton.cdiv(out, wide),)
+        _linear_kernel[grid](
+            rows, weight_OI, result, num, out, into, high, wide, deep, 8,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip # many arguments
+    return result.view(*x.shape[:-1], out)
+
+
+@functools.cache
+def obstacle(shape_OI: tuple[int, int], device: torch.device) -> str:
+    """Why products with a weight of this shape are not exact on this GPU; empty: they are."""
+    generator = torch.Generator(device).manual_seed(0)
+    settings = {"generator": generator, "device": device, "dtype": torch.bfloat16}
+    weight_OI = torch.randn(shape_OI, **settings)  # type: ignore[call-overload]
+    x = torch.randn(3 * FEW, shape_OI[1], **settings)  # type: ignore[call-overload]
+    want = linear(x, weight_OI)
+    places = linear(x.roll(5, 0), weight_OI).roll(-5, 0)
+    pieces = [linear(x[a : a + n], weight_OI) for a, n in ((0, 1), (1, FEW - 1), (FEW, 2 * FEW))]
+    if torch.equal(want, places) and torch.equal(want, torch.cat(pieces)):
+        return ""
+    return (
+        f"a product of shape {shape_OI} depends on a row's tile on {torch.cuda.get_device_name()}, "
+        f"with Triton {triton.__version__}"
+    )
+
+
+# ---------------------------------------------------------------- norms
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _norm_kernel(
+    x_ptr, gamma_ptr, out_ptr, num_rows, eps,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip # many constants
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    h = tl.arange(0, PADDED)
+    here = (n < num_rows)[:, None] & (h < SIZE)[None, :]
+    places = n.to(tl.int64)[:, None] * SIZE + h[None, :]
+    x = tl.load(x_ptr + places, mask=here, other=0.0).to(tl.float32)
+    gamma = tl.load(gamma_ptr + h, mask=h < SIZE, other=0.0).to(tl.float32)
+    square = tl.sum(x * x, 1)
+    scale = 1.0 / tl.sqrt_rn(square / SIZE + eps)
+    out = x * scale[:, None] * gamma[None, :]
+    tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=here)
+
+
+def rms_norm(x: torch.Tensor, gamma_H: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over the last axis, rounded once."""
+    rows = _rows_of(x)
+    num, size = rows.shape
+    padded = triton.next_power_of_2(size)
+    high = max(1, 2048 // padded)
+    result = torch.empty_like(rows)
+    if num:
+        _norm_kernel[(triton.cdiv(num, high),)](
+            rows, gamma_H, result, num, eps, size, high, padded, num_warps=4
+        )
+    return result.view(x.shape)
+
+
+# ---------------------------------------------------------------- attention
+
+
+@triton.jit(do_not_specialize=["stride_table"])
+def _attend_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, lengths_ptr, key_starts_ptr, table_ptr,
+    scale, stride_table, stride_block, stride_key, stride_group,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr,
+    SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, SLOTS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip # many constants
+    # A row is a query of one of the GROUP heads that share the keys of group g.
+    sequence, g = tl.program_id(2), tl.program_id(1)
+    start, end = tl.load(starts_ptr + sequence), tl.load(starts_ptr + sequence + 1)
+    length = tl.load(lengths_ptr + sequence)
+    first = tl.program_id(0) * (ROWS // PADDED_GROUP)
+    if first < end - start:
+        row = tl.arange(0, ROWS)
+        query, member = first + row // PADDED_GROUP, row % PADDED_GROUP
+        is_row = (query < end - start) & (member < GROUP)
+        place = length - (end - start) + query
+        d = tl.arange(0, PADDED_SIZE)
+        rows = ((start + query).to(tl.int64) * HEADS + g * GROUP + member) * SIZE
+        has_d = d < SIZE
+        q = tl.load(q_ptr + rows[:, None] + d[None, :], mask=is_row[:, None] & has_d[None, :],
+                    other=0.0)  # fmt: skip # a mask
+        top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+        weight = tl.zeros((ROWS,), dtype=tl.float32)
+        total = tl.zeros((ROWS, PADDED_SIZE), dtype=tl.float32)
+        last = tl.minimum(length, length - (end - start) + first + ROWS // PADDED_GROUP)
+        for at in range(0, last, KEYS):
+            key = at + tl.arange(0, KEYS)
+            is_key = key < length
+            if SLOTS == 0:
+                offset = (tl.load(key_starts_ptr + sequence) + key).to(tl.int64) * stride_key
+            else:
+                block = tl.load(table_ptr + sequence.to(tl.int64) * stride_table + key // SLOTS,
+                                mask=is_key, other=0)  # fmt: skip # a mask
+                offset = block.to(tl.int64) * stride_block + (key % SLOTS) * stride_key
+            offset += g * stride_group
+            mask = is_key[:, None] & has_d[None, :]
+            k = tl.load(k_ptr + offset[:, None] + d[None, :], mask=mask, other=0.0)
+            v = tl.load(v_ptr + offset[:, None] + d[None, :], mask=mask, other=0.0)
+            score = tl.dot(q, tl.trans(k)) * scale
+            sees = (key[None, :] <= place[:, None]) & is_key[None, :]
+            score = tl.where(sees, score, float("-inf"))
+            new_top = tl.maximum(top, tl.max(score, 1))
+            # A row that is none sees no key.
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            p = tl.exp2(score - shift[:, None])
+            kept = tl.exp2(top - shift)
+            weight = weight * kept + tl.sum(p, 1)
+            total = tl.dot(p.to(v.dtype), v, total * kept[:, None])
+            top = new_top
+        out = total / weight[:, None]
+        tl.store(out_ptr + rows[:, None] + d[None, :], out.to(out_ptr.dtype.element_ty),
+                 mask=is_row[:, None] & has_d[None, :])  # fmt: skip # a mask
+
+
+def attend(
+    query_NAD: torch.Tensor,
+    key_KGD: torch.Tensor,
+    value_KGD: torch.Tensor,
+    *,
+    starts: torch.Tensor,
+    most: int,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention within each sequence of a pack. [N, A, D] -> [N, A * D].
+
+    Args:
+        starts: where each sequence begins, and the pack's length. [B + 1], int32.
+        most: tokens of the longest sequence.
+    """
+    query_NAD, key_KGD, value_KGD = (t.contiguous() for t in (query_NAD, key_KGD, value_KGD))
+    out = torch.empty_like(query_NAD)
+    strides = (0, 0, key_KGD.stride(0), key_KGD.stride(1))
+    lengths = starts[1:] - starts[:-1]
+    _launch(query_NAD, key_KGD, value_KGD, out, starts, lengths, None, strides, 0, most, scale)
+    return out.flatten(1)
+
+
+def attend_paged(
+    query_NAD: torch.Tensor,
+    cache_BGSV: torch.Tensor,
+    *,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    table: torch.Tensor,
+    most: int,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Causal attention of each request's last tokens to vLLM's cache, whose rows are a key and its
+    value.
+
+    Args:
+        starts: where each request's queries begin, and their number. [B + 1], int32.
+        lengths: tokens of each request. [B], int32.
+        table: blocks of each request. [B, blocks], int32.
+        most: queries of one request, at most.
+        out: gets the result, [N, A, D].
+    """
+    size, slots = query_NAD.shape[-1], cache_BGSV.shape[2]
+    key, value = cache_BGSV[..., :size], cache_BGSV[..., size:]
+    strides = (table.stride(0), cache_BGSV.stride(0), cache_BGSV.stride(2), cache_BGSV.stride(1))
+    query_NAD = query_NAD.contiguous()
+    _launch(query_NAD, key, value, out, starts, lengths, table, strides, slots, most, scale)
+
+
+def _launch(query, key, value, out, starts, lengths, table, strides, slots, most, scale) -> None:
+    heads, size = query.shape[1:]
+    group = heads // key.shape[1]
+    padded = triton.next_power_of_2(group)
+    grid = (triton.cdiv(most * padded, QUERIES), key.shape[1], len(lengths))
+    stride_table, *others = strides
+    _attend_kernel[grid](
+        query, key, value, out, starts, lengths, starts, starts if table is None else table,
+        scale * _LOG2_E, stride_table, *others, heads, group, padded, size,
+        max(16, triton.next_power_of_2(size)), slots, QUERIES, KEYS, num_warps=4, num_stages=2,
+    )  # fmt: skip # many arguments

@@ -138,6 +138,18 @@ class PreparedDigest:
         ):
             out_N[row] += region_digest(tensor, first_index=first, index_strides=strides)
 
+    @property
+    def moves(self) -> bool:
+        """Whether it can follow its tensors."""
+        return bool(self._launches)
+
+    def move(self, nbytes: int) -> None:
+        """The tensors are so much further in memory now, a multiple of 16 bytes. Queued on the
+        current stream. From the first such call on it does not keep their storage."""
+        self._tensors = []
+        for launch in self._launches:
+            launch.move(nbytes)
+
 
 def _int_dtype(dtype: torch.dtype) -> torch.dtype:
     if dtype.is_complex:

@@ -10,7 +10,7 @@ Axes: R = rows of a region, C = its columns; N = tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,11 +156,39 @@ def _prepared_kernel(
 _prepared = Launches(_prepared_kernel)
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A launch that adds regions' digests to their rows of an output."""
+
+    table_R9: torch.Tensor
+    blocks_B2: torch.Tensor
+    kind: _Kind
+
+    def __call__(self, out_N: torch.Tensor) -> None:
+        """Queue it on the current stream."""
+        kind = self.kind
+        constants = {
+            "BYTES": kind.size,
+            "UNIT": UNSIGNED[kind.unit],
+            "IS_DENSE": kind.is_dense,
+            "ALIGN": kind.align,
+            "BLOCK_R": kind.tile[0],
+            "BLOCK_C": kind.tile[1],
+        }
+        args = (self.table_R9, self.blocks_B2, out_N)
+        with torch.cuda.device_of(out_N):
+            _prepared(kind, len(self.blocks_B2), args, constants, num_warps=8)
+
+    def move(self, nbytes: int) -> None:
+        """Queue, on the current stream, that the regions are so much further in memory."""
+        self.table_R9[:, 0] += nbytes
+
+
 def prepare(
     tensors: Sequence[torch.Tensor],
     rows: Sequence[int],
     origins: Sequence[tuple[int, Sequence[int]]],
-) -> list[Callable[[torch.Tensor], None]]:
+) -> list[Prepared]:
     """Launches that add each region's digest to its row of an output.
 
     Their tables are made and uploaded here.
@@ -210,26 +238,10 @@ class _Kind:
         return _Kind(size, unit, is_dense, align, tile_of(box.columns // per, block))
 
 
-def _launch(
-    table: list[list[int]], kind: _Kind, device: torch.device
-) -> Callable[[torch.Tensor], None]:
+def _launch(table: list[list[int]], kind: _Kind, device: torch.device) -> Prepared:
     table_R9 = torch.tensor(table, dtype=torch.int64)
     blocks_B2 = block_table(table_R9[:, 2], table_R9[:, 3], kind.tile)
-    on_device, grid = (table_R9.to(device), blocks_B2.to(device)), len(blocks_B2)
-    constants = {
-        "BYTES": kind.size,
-        "UNIT": UNSIGNED[kind.unit],
-        "IS_DENSE": kind.is_dense,
-        "ALIGN": kind.align,
-        "BLOCK_R": kind.tile[0],
-        "BLOCK_C": kind.tile[1],
-    }
-
-    def launch(out_N: torch.Tensor) -> None:
-        with torch.cuda.device_of(out_N):
-            _prepared(kind, grid, (*on_device, out_N), constants, num_warps=8)
-
-    return launch
+    return Prepared(table_R9.to(device), blocks_B2.to(device), kind)
 
 
 def launch_region(

@@ -90,7 +90,7 @@ class Elements:
             version=version,
             base_version=base,
             base_dir=folder,
-            prove=self.ledger.is_resumed,
+            prove=self.ledger.is_resumed or version == base,
             changed_only=wire.is_part,
             unread=tuple(i for i, spec in enumerate(specs) if spec.name in unread),
             most_bytes=int(GAIN * whole_bytes),

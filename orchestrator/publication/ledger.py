@@ -109,19 +109,20 @@ class Ledger:
         commit, and nothing failed since. A full update that is due comes as whole tensors.
 
         After a restart of the orchestrator the replicas' own word counts, until something is
-        committed. Their digests then prove it.
+        committed. Their digests then prove it. The served version again needs only their word.
 
         Args:
             serves: the version that each replica says it serves.
-            proves: the served version again, to prove that the replicas hold it.
+            proves: it may be the served version again.
         """
         if self.version is None or self._has_failed or self.unread is None:
             return False
-        if self.is_resumed:
+        is_again = version == self.version
+        if is_again or self.is_resumed:
             is_held = all(serves.get(replica) == self.version for replica in lives)
         else:
             is_held = all(self.holding.get(r) == life for r, life in lives.items())
-        return is_held and (version != self.version or (proves and self.is_resumed))
+        return is_held and (proves or not is_again)
 
     @property
     def folder(self) -> str | None:

@@ -164,6 +164,23 @@ def test_a_resumed_orchestrator_proves_what_is_served_with_no_bytes(run):
     assert not trainer.messages[-2].prove and replica.served[-1] == (2, [10, 22, 30])
 
 
+def test_a_replica_that_a_resumed_orchestrator_hears_later_proves_it_too(tmp_path):
+    with Run(tmp_path, send="elements", replicas=2) as run:
+        trainer, (one, other) = start(run, replicas=2)
+        assert train(run).sent == "elements"
+        run.resume()
+        ledger = run.orchestrator._publisher._ledger
+        assert soon(lambda: len(ledger.holding) == 2)
+        seen = len(one.served)
+        run.loop.call_soon_threadsafe(ledger.holding.pop, "inference-1")
+        assert soon(lambda: len(other.served) == 4)
+        assert other.bases == [None, 0, 1, 1] and len(one.served) == seen
+        assert [m.prove for m in trainer.messages if isinstance(m, EncodeChanges)][1:] == [True] * 2
+        other.restarted()
+        assert soon(lambda: len(other.served) == 5) and other.bases[-1] is None
+        assert train(run).sent == "elements"
+
+
 def test_a_job_that_waits_for_a_resumed_orchestrator_sends_elements_of_all_tensors(run):
     trainer, (replica,) = start(run)
     assert train(run).sent == "elements"

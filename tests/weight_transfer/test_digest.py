@@ -267,6 +267,15 @@ for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
     for launch in digest_kernels.prepare([*tensors, t], range(4), whole):
         launch(out_N)
     assert out_N.tolist() == [int(digest.tensor_digest(x)) for x in (*tensors, t)], dtype
+    # Tensors that are somewhere else now, of which nothing else may be kept.
+    two = torch.stack([wide[:32], wide[5:37]])
+    moved = digest.PreparedDigest([two[0]], rows=[0])
+    moved._launches = digest_kernels.prepare([two[0]], [0], moved._origins)
+    for n in (0, 1, 1, 0):
+        moved.move(two[n].data_ptr() - moved._launches[0].table_R9[0, 0].item())
+        out_N = torch.zeros(1, dtype=torch.int64)
+        moved.launch(out_N)
+        assert moved.moves and not moved._tensors and int(out_N) == int(digest.tensor_digest(two[n])), (dtype, n)
 print("same numbers")
 """  # noqa: E501
 

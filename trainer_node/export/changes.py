@@ -43,7 +43,7 @@ from weight_transfer.changes import (
 )
 from weight_transfer.digest import PreparedDigest
 from weight_transfer.edges import Delivery, Step, digest_of_pieces
-from weight_transfer.layout import chunk_offsets, views_of
+from weight_transfer.layout import VECTOR_BYTES, chunk_offsets, views_of
 
 HELD_BYTES = 1 << 28
 """Host memory of symbols that wait for the threads which compress them."""
@@ -51,7 +51,7 @@ Export: TypeAlias = WireExport | BridgeExport | Fp8Export | Fp8Steps
 """What fills the chunks of an update."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """The buffers that an export fills, and what a replica can read back of them."""
 
@@ -70,11 +70,13 @@ class Layout:
         """Number of buffers."""
         return len(self.order if self.steps is None else self.steps)
 
-    def nbytes(self, k: int) -> int:
-        """Bytes of buffer k."""
+    @functools.cached_property
+    def sizes(self) -> Sequence[int]:
+        """Bytes of each buffer. Cached, because 19,000 tensors take 15 ms."""
         if self.steps is not None:
-            return self.steps[k].nbytes
-        return sum(self.manifest.tensors[i].nbytes for i in self.order[k])
+            return [step.nbytes for step in self.steps]
+        specs = self.manifest.tensors
+        return [sum(specs[i].nbytes for i in chunk) for chunk in self.order]
 
     def tensors(self, k: int) -> Sequence[int]:
         """Indices of the tensors in buffer k."""
@@ -84,7 +86,7 @@ class Layout:
     def deliveries(self, k: int) -> Sequence[Delivery]:
         """What is sent of buffer k."""
         steps = self.steps
-        return whole(self.nbytes(k)) if steps is None else steps[k].deliveries
+        return whole(self.sizes[k]) if steps is None else steps[k].deliveries
 
     def word_bytes(self, k: int) -> int:
         """As in `begin_encoding`."""
@@ -103,8 +105,7 @@ class Layout:
 
     def room(self) -> torch.Tensor:
         """Memory for any one buffer."""
-        most = max((self.nbytes(k) for k in range(self.count)), default=0)
-        return torch.empty(most, dtype=torch.uint8, device=self.device)
+        return torch.empty(max(self.sizes, default=0), dtype=torch.uint8, device=self.device)
 
     def filled(self, k: int, room_B: torch.Tensor | None = None) -> torch.Tensor:
         """Buffer k with the present weights; perhaps a parameter's own memory.
@@ -115,7 +116,7 @@ class Layout:
         there_B = self.export.resident(k)
         if there_B is not None:
             return there_B
-        nbytes = self.nbytes(k)
+        nbytes = self.sizes[k]
         if room_B is None:
             room_B = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self.export.fill(k, room_B[:nbytes])
@@ -123,6 +124,8 @@ class Layout:
 
     def as_read(self, k: int, buffer_B: torch.Tensor) -> torch.Tensor:
         """Buffer k as a replica reads it back: -0.0 is 0.0 where it may not know."""
+        if not self.unsigned:
+            return buffer_B
         steps, specs, fresh = self.steps, self.manifest.tensors, buffer_B
         for index, offset, numel in (
             zip(
@@ -139,6 +142,30 @@ class Layout:
                 size = DTYPE_BYTES[specs[index].dtype]
                 drop_zero_signs(fresh[offset : offset + numel * size], size)
         return fresh
+
+
+class Digests:
+    """Digests of a layout's buffers, wherever those are in memory.
+
+    On a GPU the tables of addresses are made once, because they take the host some 30 us for each
+    tensor.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[int, PreparedDigest]] = {}
+        """Buffer -> its address in the tables."""
+
+    def add(self, layout: Layout, k: int, buffer_B: torch.Tensor, out_N: torch.Tensor) -> None:
+        """Queue the digests of buffer k, which are added to out_N."""
+        at = buffer_B.data_ptr()
+        was, digest = self._made.get(k, (at, None))
+        if digest is None or (at - was) % VECTOR_BYTES:
+            digest = layout.digest(k, buffer_B)
+            was = at
+        if digest.moves:
+            digest.move(at - was)
+            self._made[k] = at, digest
+        digest.launch(out_N)
 
 
 class Published:
@@ -164,6 +191,7 @@ class Published:
         self._olds: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         """id of a parameter -> it, its copy in host memory, and the tensor that merges read: on a
         CPU the copy itself, on a GPU empty between encodings."""
+        self._digests: weakref.WeakKeyDictionary[Export, Digests] = weakref.WeakKeyDictionary()
         self._mergers: weakref.WeakKeyDictionary[WireExport, Merger] = weakref.WeakKeyDictionary()
         self._kept: dict[int, torch.Tensor] = {}
         """Number of a buffer -> its bytes, in host memory."""
@@ -191,8 +219,7 @@ class Published:
 
     def keeps(self, layout: Layout) -> bool:
         """Whether a send must hand over its buffers to `keep`."""
-        nbytes = sum(layout.nbytes(k) for k in range(layout.count))
-        return not self._merges(layout.export) and nbytes <= self._most_bytes
+        return not self._merges(layout.export) and sum(layout.sizes) <= self._most_bytes
 
     def keep(self, k: int, buffer_B: torch.Tensor) -> None:
         """Copy a buffer that is being sent, on the current stream."""
@@ -216,6 +243,7 @@ class Published:
         self.forget()
         self._olds.clear()
         self._mergers.clear()
+        self._digests.clear()
         self._kept.clear()
 
     @torch.no_grad()
@@ -246,6 +274,10 @@ class Published:
         self._model.adapters.load(adapters, memory=self._host)
         self._version, self._rounding = version, rounding
         self._of, self.is_recalled = None, True
+
+    def digests(self, layout: Layout) -> Digests:
+        """The digests of a layout's buffers, which keep their tables."""
+        return self._digests.setdefault(layout.export, Digests())
 
     def _host(self, param: torch.Tensor) -> torch.Tensor:
         """The copy of a parameter in host memory."""
@@ -383,17 +415,18 @@ def encode(
     digests_N = torch.zeros(count, dtype=torch.int64, device=layout.device)
     old_digests_N = torch.zeros_like(digests_N)
     new_room_B, old_room_B = layout.room(), layout.room()
+    digests = published.digests(layout)
     again = published.kept if published.keeps(layout) else layout.filled
     coding = _Coding(layout.count, again)
     with published.old_buffers(export, old_room_B) as old_bytes:
         for k in range(layout.count):
-            if not layout.nbytes(k) or coding.exceeds(most_bytes):
+            if not layout.sizes[k] or coding.exceeds(most_bytes):
                 continue
             new_B, word_bytes = layout.filled(k, new_room_B), layout.word_bytes(k)
-            layout.digest(k, new_B).launch(digests_N)
+            digests.add(layout, k, new_B, digests_N)
             old_B = old_bytes(k, new_B)
             if proves:
-                layout.digest(k, old_B).launch(old_digests_N)
+                digests.add(layout, k, old_B, old_digests_N)
             old_B, deliveries = layout.as_read(k, old_B), layout.deliveries(k)
             coding.add(k, begin_encoding(old_B, new_B, deliveries, word_bytes=word_bytes))
         coding.finish()

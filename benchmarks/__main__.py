@@ -40,6 +40,7 @@ BENCHMARKS = {
     "convergence": "reward, KL and log-prob gap, against a control in one process",
     "learning": "a pretrained model learns, against a control in one process",
     "losses": "a pretrained model learns by every loss and every way to make advantages",
+    "exact": "numerics = exact against served: log-prob difference, tokens per second, operations",
     "fidelity": "what a served version has of a LoRA update, for each way of rounding",
 }
 WITH_INFERENCE = (
@@ -54,6 +55,7 @@ WITH_INFERENCE = (
     "convergence",
     "learning",
     "losses",
+    "exact",
 )
 """Those that start a cluster; they need an inference environment (SPLICE_INFERENCE_PYTHON or
 .venv-inference).

@@ -10,9 +10,10 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -194,6 +195,7 @@ def cluster_config(
     max_restarts: int = 2,
     loss_modules: Sequence[str] = (),
     topology: Topology = Topology(),
+    trainer: Mapping[str, object] = MappingProxyType({}),
 ) -> RunFile:
     """One trainer rank and one vLLM unless the topology says more, LoRA of rank 16; makes the model
     in `folder` if it is not there.
@@ -203,6 +205,7 @@ def cluster_config(
         lora: key of `TARGETS`.
         vllm: more arguments of its server.
         keep_versions, max_restarts, loss_modules: the orchestrator's, the trainer's.
+        trainer: more of its settings.
     """
     model = model_in(folder, shape)
     cuda = device == "cuda"
@@ -243,6 +246,7 @@ def cluster_config(
             "max_restarts": max_restarts,
             "loss_modules": tuple(loss_modules),
             **transport,
+            **trainer,
         },
         inference={
             "python": inference_python(),

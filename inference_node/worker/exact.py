@@ -108,7 +108,7 @@ def _table(rotary: Any, device: torch.device) -> torch.Tensor:
     with torch.device("cpu"):
         places = torch.arange(rotary.max_position_embeddings, dtype=torch.float32)
         angles = places[:, None] * rotary._compute_inv_freq(rotary.base)
-    return torch.cat(kernels.cos_sin(angles.to(device)), dim=-1)
+    return kernels.rotary_table(angles.to(device))
 
 
 def _rotate(
@@ -118,11 +118,11 @@ def _rotate(
         raise _refuse("rotary embeddings of a part of a head, or interleaved ones")
     if "exact_table" not in rotary.__dict__:
         rotary.__dict__["exact_table"] = _table(rotary, query.device)
-    cos, sin = rotary.exact_table[positions.flatten()].chunk(2, dim=-1)
+    places_N = positions.flatten()
 
     def turned(x: torch.Tensor) -> torch.Tensor:
-        x_NAD = x.reshape(len(cos), -1, rotary.head_size)
-        return kernels.rotate(x_NAD, cos, sin).reshape(x.shape)
+        x_NAD = x.view(len(places_N), -1, rotary.head_size)
+        return kernels.rotate(x_NAD, rotary.exact_table, places_N).view(x.shape)
 
     return turned(query), None if key is None else turned(key)
 

@@ -94,10 +94,10 @@ def _rotary(ordinary: Any) -> Any:
         """[N, A, D] of a pack; `freqs` are the angles of positions from 0 on, twice."""
         if not getattr(config, _FLAG, False):
             return ordinary(t, freqs, config=config, **more)
-        cos, sin = kernels.cos_sin(freqs[:, 0, 0, : freqs.shape[-1] // 2])
+        table = kernels.rotary_table(freqs[:, 0, 0, : freqs.shape[-1] // 2])
         bounds, places = more["cu_seqlens"], torch.arange(len(t), device=t.device)
         places = places - bounds[torch.bucketize(places, bounds, right=True) - 1]
-        return kernels.rotate(t, cos[places], sin[places])
+        return kernels.rotate(t, table, places)
 
     return rotated
 

@@ -23,8 +23,10 @@ import torch
 import triton
 import triton.language as tl
 
-FEW = 64
-"""Rows up to which a product has small tiles, so that many programs read the weight."""
+TILES = ((128, 256, 64, 8, 3), (128, 128, 64, 4, 3), (64, 64, 128, 4, 4), (64, 32, 128, 4, 4))
+"""Tiles of a product: rows, columns, features at a time, warps, stages of loading."""
+PROGRAMS = 128
+"""A product has the largest tile that makes so many programs: about one for each multiprocessor."""
 QUERIES = 64
 """Rows of attention's tile: queries times the heads that share their keys."""
 KEYS = 64
@@ -74,22 +76,33 @@ def _linear_kernel(
     )
 
 
-def linear(x: torch.Tensor, weight_OI: torch.Tensor, *, few: int = FEW) -> torch.Tensor:
-    """[..., I] -> [..., O]; up to `few` rows in small tiles."""
+def linear(
+    x: torch.Tensor, weight_OI: torch.Tensor, *, tile: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """[..., I] -> [..., O].
+
+    Args:
+        tile: one of `TILES`; None: the one that suits the sizes.
+    """
     rows, weight_OI = _rows_of(x), weight_OI.contiguous()
     num, (out, into) = len(rows), weight_OI.shape
     result = rows.new_empty(num, out)
     if num:
-        if num <= few:
-            high, wide, deep, warps, stages = 64, 32, 128, 4, 4
-        else:
-            high, wide, deep, warps, stages = 128, 256, 64, 8, 3
-        grid = (triton.cdiv(num, high) * triton.cdiv(out, wide),)
-        _linear_kernel[grid](
+        high, wide, deep, warps, stages = tile or _tile(num, out)
+        _linear_kernel[(_programs(num, out, high, wide),)](
             rows, weight_OI, result, num, out, into, high, wide, deep, 8,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip # many arguments
     return result.view(*x.shape[:-1], out)
+
+
+def _programs(num: int, out: int, high: int, wide: int) -> int:
+    return triton.cdiv(num, high) * triton.cdiv(out, wide)
+
+
+def _tile(num: int, out: int) -> tuple[int, ...]:
+    fits = (tile for tile in TILES if _programs(num, out, *tile[:2]) >= PROGRAMS)
+    return next(fits, TILES[-1])
 
 
 @functools.cache
@@ -98,16 +111,17 @@ def obstacle(shape_OI: tuple[int, int], device: torch.device) -> str:
     generator = torch.Generator(device).manual_seed(0)
     settings = {"generator": generator, "device": device, "dtype": torch.bfloat16}
     weight_OI = torch.randn(shape_OI, **settings)  # type: ignore[call-overload]
-    x = torch.randn(3 * FEW, shape_OI[1], **settings)  # type: ignore[call-overload]
-    want = linear(x, weight_OI)
-    places = linear(x.roll(5, 0), weight_OI).roll(-5, 0)
-    pieces = [linear(x[a : a + n], weight_OI) for a, n in ((0, 1), (1, FEW - 1), (FEW, 2 * FEW))]
-    if torch.equal(want, places) and torch.equal(want, torch.cat(pieces)):
+    x = torch.randn(150, shape_OI[1], **settings)  # type: ignore[call-overload]
+    where = f"on {torch.cuda.get_device_name()}, with Triton {triton.__version__}"
+    try:
+        want = linear(x, weight_OI)
+        found = [linear(x.roll(5, 0), weight_OI, tile=tile).roll(-5, 0) for tile in TILES]
+        found.append(torch.cat([linear(part, weight_OI) for part in x.split((1, 70, 79))]))
+    except triton.runtime.errors.OutOfResources as error:
+        return f"a product of shape {shape_OI} does not fit {where}: {error}"
+    if all(torch.equal(want, one) for one in found):
         return ""
-    return (
-        f"a product of shape {shape_OI} depends on a row's tile on {torch.cuda.get_device_name()}, "
-        f"with Triton {triton.__version__}"
-    )
+    return f"a product of shape {shape_OI} depends on a row's tile {where}"
 
 
 # ---------------------------------------------------------------- norms
@@ -142,6 +156,45 @@ def rms_norm(x: torch.Tensor, gamma_H: torch.Tensor, eps: float) -> torch.Tensor
             rows, gamma_H, result, num, eps, size, high, padded, num_warps=4
         )
     return result.view(x.shape)
+
+
+# ---------------------------------------------------------------- rotary embeddings
+
+
+@triton.jit
+def _rotate_kernel(
+    x_ptr, table_ptr, places_ptr, out_ptr, stride_n, stride_a, sign,
+    HEADS: tl.constexpr, HALF: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED_HALF: tl.constexpr,
+):  # fmt: skip # many constants
+    n = tl.program_id(0).to(tl.int64)
+    a, d = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_HALF)
+    row = table_ptr + tl.load(places_ptr + n).to(tl.int64) * 2 * HALF + d
+    cos = tl.load(row, mask=d < HALF, other=0.0)[None, :]
+    sin = tl.load(row + HALF, mask=d < HALF, other=0.0)[None, :] * sign
+    here = (a < HEADS)[:, None] & (d < HALF)[None, :]
+    given = x_ptr + n * stride_n + a[:, None] * stride_a + d[None, :]
+    first = tl.load(given, mask=here, other=0.0).to(tl.float32)
+    second = tl.load(given + HALF, mask=here, other=0.0).to(tl.float32)
+    kind = out_ptr.dtype.element_ty
+    out = out_ptr + (n * HEADS + a[:, None]) * 2 * HALF + d[None, :]
+    tl.store(out, (first * cos - second * sin).to(kind), mask=here)
+    tl.store(out + HALF, (second * cos + first * sin).to(kind), mask=here)
+
+
+def rotate(
+    x_NAD: torch.Tensor, table_PD: torch.Tensor, places_N: torch.Tensor, *, sign: float = 1.0
+) -> torch.Tensor:
+    """Turn the halves of each head, [N, A, D]; back with sign -1."""
+    num, heads, size = x_NAD.shape
+    x_NAD = x_NAD if x_NAD.stride(2) == 1 else x_NAD.contiguous()
+    out = x_NAD.new_empty(num, heads, size)
+    if num:
+        _rotate_kernel[(num,)](
+            x_NAD, table_PD, places_N, out, x_NAD.stride(0), x_NAD.stride(1), sign, heads,
+            size // 2, triton.next_power_of_2(heads), triton.next_power_of_2(size // 2),
+            num_warps=4,
+        )  # fmt: skip # many arguments
+    return out
 
 
 # ---------------------------------------------------------------- attention

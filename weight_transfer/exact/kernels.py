@@ -123,24 +123,41 @@ def silu(x: torch.Tensor) -> torch.Tensor:
     return x * (torch.where(x >= 0, torch.ones_like(x), small) / (small + 1.0))
 
 
-def cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of a rotary table [positions from 0 on, D / 2], in fp64 and rounded once.
-    Blocks of positions have one shape each, and so the same vectors; a GPU has none."""
-    if angles.is_cuda:
-        return angles.double().cos().float(), angles.double().sin().float()
+def rotary_table(angles: torch.Tensor) -> torch.Tensor:
+    """[P, D / 2] angles of positions from 0 on -> [P, D], their cosines, then sines: in fp64,
+    rounded once. Blocks of positions have one shape each, and so the same vectors; a GPU has none.
+    """
     num = len(angles)
     padded = functional.pad(angles, (0, 0, 0, -num % ROWS)).double()
-    blocks = padded.split(ROWS)
-    cos, sin = (torch.cat([f(b) for b in blocks])[:num].float() for f in (torch.cos, torch.sin))
-    return cos, sin
+    blocks = [padded] if angles.is_cuda else padded.split(ROWS)
+    parts = [torch.cat([f(b) for b in blocks])[:num].float() for f in (torch.cos, torch.sin)]
+    return torch.cat(parts, dim=-1)
 
 
-def rotate(x_NAD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn the halves of each head (Su et al. 2021), in fp32; cos and sin are [N, D / 2]."""
-    first, second = x_NAD.float().chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return turned.to(x_NAD.dtype)
+def rotate(x_NAD: torch.Tensor, table_PD: torch.Tensor, places_N: torch.Tensor) -> torch.Tensor:
+    """Turn the halves of each head (Su et al. 2021) by the angles of its token's position."""
+    if x_NAD.is_cuda:
+        on_gpu: torch.Tensor = _Rotate.apply(x_NAD, table_PD, places_N)
+        return on_gpu
+    cos, sin = table_PD[places_N][:, None].chunk(2, dim=-1)
+    first, second = x_NAD.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_NAD: torch.Tensor, table_PD: torch.Tensor, places_N: torch.Tensor
+    ) -> torch.Tensor:
+        """[N, A, D] -> [N, A, D]"""
+        ctx.save_for_backward(table_PD, places_N)
+        turned: torch.Tensor = _gpu().rotate(x_NAD, table_PD, places_N)
+        return turned
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Turn the gradient back."""
+        return _gpu().rotate(grads[0], *ctx.saved_tensors, sign=-1.0), None, None
 
 
 def attend_pack(

@@ -90,6 +90,16 @@ def check_interpreted() -> None:
     assert torch.allclose(gpu.linear(x, weight), functional.linear(x, weight), atol=1e-4)
     few = gpu.linear(x[:5], weight)
     assert torch.allclose(few, functional.linear(x[:5], weight), atol=1e-4)
+    for tile in gpu.TILES:
+        assert torch.allclose(gpu.linear(x, weight, tile=tile), x @ weight.t(), atol=1e-4)
+    from weight_transfer.exact import kernels
+
+    query = torch.randn(50, 8 * 32)[:, 32:128].unflatten(-1, (3, 32))
+    table = kernels.rotary_table(torch.arange(90.0)[:, None] * torch.linspace(0, 1, 16))
+    places = torch.randint(90, (50,))
+    turned = gpu.rotate(query, table, places)
+    assert torch.allclose(turned, kernels.rotate(query, table, places), atol=1e-6)
+    assert torch.allclose(gpu.rotate(turned, table, places, sign=-1.0), query, atol=1e-6)
     want = functional.rms_norm(x, (96,), gamma, 1e-6)
     assert torch.allclose(gpu.rms_norm(x, gamma, 1e-6), want, atol=1e-5)
     for heads, groups, size in ((6, 2, 32), (4, 4, 16), (5, 1, 24)):
@@ -182,14 +192,18 @@ def test_silu_and_rotations_are_the_same_in_any_batch() -> None:
     assert torch.equal(
         torch.cat([kernels.silu(row[None, 3:]) for row in x]), kernels.silu(x[:, 3:])
     )
-    angles = torch.arange(101.0)[:, None] * torch.linspace(0, 1, 32)
-    cos, sin = kernels.cos_sin(angles.cuda())
-    one_by_one = [kernels.cos_sin(angles[n : n + 1].cuda()) for n in range(101)]
-    assert torch.equal(torch.cat([c for c, _ in one_by_one]), cos)
-    heads = torch.randn(101, 5, 64, **BF16)
-    whole = kernels.rotate(heads, cos, sin)
-    rows = [kernels.rotate(heads[n : n + 1], cos[n : n + 1], sin[n : n + 1]) for n in range(101)]
+    angles = (torch.arange(101.0)[:, None] * torch.linspace(0, 1, 32)).cuda()
+    table, places = kernels.rotary_table(angles), torch.arange(101, device="cuda")
+    one_by_one = [kernels.rotary_table(angle[None]) for angle in angles]
+    assert torch.equal(torch.cat(one_by_one), table)
+    fused = torch.randn(101, 9 * 64, **BF16)  # as in the output of one product for q, k and v
+    heads = fused[:, 64:384].unflatten(-1, (5, 64)).requires_grad_()
+    whole = kernels.rotate(heads, table, places)
+    rows = [kernels.rotate(heads[n : n + 1], table, places[n : n + 1]) for n in range(101)]
     assert torch.equal(torch.cat(rows), whole)
+    assert torch.equal(kernels.rotate(heads.detach().contiguous(), table, places), whole)
+    whole.backward(whole.detach())
+    assert heads.grad is not None and (heads.grad - heads).abs().max() < 0.05
 
 
 if __name__ == "__main__":

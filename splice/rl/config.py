@@ -90,6 +90,11 @@ class LoopSettings(UserInput, Settings):
     overlong: Literal["train", "mask"] = "train"
     """What an answer does that `sampling.max_tokens` or the context cuts off. train: the same as
     others. mask: its reward counts in its group's mean, and its tokens carry no loss."""
+    mixed: Literal["train", "mask"] = "train"
+    """What tokens do that were sampled after an update within their sequence. With
+    `publication.pause_mode = "keep_kv"` they attend to keys of older weights, so that no version
+    gives their log-probs. train: the same as others. mask: they carry no loss, as far as the step
+    has other tokens."""
     router_replay: bool = False
     """For MoE models: the trainer uses the experts that vLLM chose for each token. It needs vLLM
     0.28 or newer on a GPU, with `--enable-return-routed-experts` and `--enable-scale-out` in

@@ -118,7 +118,8 @@ class StepJobs:
                 'every answer of the step was cut off, and overlong = "mask" leaves all of them '
                 "out; raise sampling.max_tokens, then start the loop again"
             )
-        return [part for group in groups for part in _answers_by_name(group, masks=masks)]
+        parts = [part for group in groups for part in _answers_by_name(group, masks=masks)]
+        return without_mixed(parts) if self._config.mixed == "mask" else parts
 
     async def _less_kl(self, number: int, parts: Parts, kl: KlSpec) -> tuple[Parts, float]:
         """Take from each answer's reward its distance to the base model. Returns also the mean
@@ -353,3 +354,27 @@ def _answers_by_name(group: Group, *, masks: bool) -> Parts:
             )
         found.setdefault(rollout.name, []).append((answer, rollout.reward))
     return list(found.values())
+
+
+def without_mixed(parts: Parts) -> Parts:
+    """The same without loss on tokens after an update within their sequence, unless no other token
+    has any."""
+    left = [[(_unmixed(answer), reward) for answer, reward in part] for part in parts]
+    has_loss = any(
+        any(s.sampled) if s.sampled else bool(s.answer_ids)
+        for part in left
+        for answer, _ in part
+        for s in _sequences(answer)
+    )
+    return left if has_loss else parts
+
+
+def _unmixed(answer: Answered) -> Answered:
+    found = []
+    for sequence in _sequences(answer):
+        if any(version < 0 for version in sequence.made_by):
+            sampled = sequence.sampled or (True,) * len(sequence.answer_ids)
+            pairs = zip(sampled, sequence.made_by, strict=True)
+            sequence = replace(sequence, sampled=tuple(s and made >= 0 for s, made in pairs))
+        found.append(sequence)
+    return found[0] if isinstance(answer, Completion) else found

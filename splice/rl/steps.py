@@ -35,6 +35,7 @@ class Step:
         metrics: those of the trainer, and of the rollouts: reward_mean, reward_std,
             rewards/NAME (a reward's part, mean over the rollouts that have it), answer_tokens,
             truncated (share of answers cut off), masked (share of answers without loss),
+            mixed_masked (share of sampled tokens without loss, because `mixed` masks them),
             groups_without_signal (share of groups whose rewards are all equal), groups_replaced
             (share of all groups that were asked for), dropped (samples), staleness_mean,
             staleness_max (in versions, over tokens).
@@ -182,6 +183,7 @@ def _metrics(groups: Sequence[Group], made: decisions.Made, config: LoopConfig) 
     ages = [(made.age(version), count) for rollout in rollouts for version, count in rollout.spans]
     tokens = sum(count for _, count in ages)
     cut = [rollout.is_cut for rollout in rollouts]
+    mixed = sum(made < 0 for r in rollouts for s in r.sequences for made in s.made_by)
     compared = [
         {part.reward for part in group if part.name == name}
         for group in groups
@@ -197,6 +199,7 @@ def _metrics(groups: Sequence[Group], made: decisions.Made, config: LoopConfig) 
         "answer_tokens": tokens / len(rollouts),
         "truncated": fmean(cut),
         "masked": fmean(cut) if config.overlong == "mask" else 0.0,
+        "mixed_masked": mixed / max(1, tokens) if config.mixed == "mask" else 0.0,
         "groups_without_signal": fmean(len(rewards) == 1 for rewards in compared),
         "dropped": float(asked - len({(r.group, r.sample) for r in rollouts})),
         "staleness_mean": sum(age * count for age, count in ages) / max(1, tokens),

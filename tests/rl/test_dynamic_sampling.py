@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from orchestrator.errors import ConfigError, ErrorCode, JobFailed
+from splice.client.batches import Completion
 from splice.rl import LoopConfig, decisions
 from splice.rl.checker import check
+from splice.rl.jobs import without_mixed
 from tests.rl.stand_in import Crash, StandIn
 from tests.rl.stood_in import reward, run_loop
 
@@ -251,3 +254,37 @@ def test_a_group_of_answers_that_were_cut_off_is_replaced(tmp_path):
 def test_a_group_of_one_answer_has_nothing_to_compare():
     with pytest.raises(ConfigError, match="group_size is 1: leave it out"):
         LoopConfig(group_size=1, dynamic_sampling=1)
+
+
+# ---------------------------------------------------------------- tokens of several versions
+
+
+def answer_by(*made_by: int, sampled: tuple[bool, ...] = ()) -> Completion:
+    count = len(made_by)
+    return Completion(
+        prompt_ids=(1, 2),
+        answer_ids=tuple(range(10, 10 + count)),
+        logprobs=(-1.0,) * count,
+        made_by=made_by,
+        sampled=sampled,
+    )
+
+
+def test_tokens_after_an_update_carry_no_loss_when_masked():
+    mixed, whole = answer_by(3, 3, -5, -5), answer_by(4, 4)
+    turns = [
+        answer_by(3, 0, 3, sampled=(True, False, True)),
+        answer_by(3, 0, -5, sampled=(True, False, True)),
+    ]
+    masked = without_mixed([[(mixed, 1.0), (whole, 0.0)], [(turns, 0.5)]])
+    assert masked[0][1] == (whole, 0.0)
+    answer, reward = masked[0][0]
+    assert reward == 1.0 and isinstance(answer, Completion)
+    assert answer.sampled == (True, True, False, False)
+    assert replace(answer, sampled=()) == mixed  # its tokens stay, as context and for the log
+    assert [s.sampled for s in masked[1][0][0]] == [(True, False, True), (True, False, False)]
+
+
+def test_a_step_of_nothing_else_trains_on_mixed_tokens():
+    parts = [[(answer_by(-5, -5), 1.0)]]
+    assert without_mixed(parts) is parts

@@ -103,8 +103,8 @@ def encode_parts(
 ) -> list[Coding]:
     """Encode parts of a buffer, each to a code of its own.
 
-    The buffers may change afterwards. The host waits three times for a GPU, however many parts
-    there are: for the number of changes, for that of each part, and for that of the symbols.
+    The buffers may change afterwards. The host waits for a GPU three or four times: for the number
+    of changes, for that of each part, and for that of the symbols of parts that change alike.
 
     Args:
         old_B, new_B: as in `encode`.
@@ -116,20 +116,36 @@ def encode_parts(
     ends = [((begin - first) // word_bytes, (end - first) // word_bytes) for begin, end in parts]
     at_C = (old_W != new_W).nonzero().view(-1)
     found = torch.searchsorted(at_C, at_C.new_tensor(ends)).tolist()
-    low_bytes = {
-        _low_bytes((e - b) / (k - i)) for (b, e), (i, k) in zip(ends, found, strict=True) if k > i
-    }
-    if len(parts) > 1 and (len(low_bytes) > 1 or at_C.numel() > MOST_AT_ONCE):
-        alone = ([part] for part in parts)
-        return [encode_parts(old_B, new_B, one, word_bytes=word_bytes)[0] for one in alone]
-    if not low_bytes:
-        return [Coding(changed=0) for _ in parts]
-    changes = _Changes.of(old_W, new_W, at_C, ends, found, low_bytes=low_bytes.pop())
-    return [changes.coding(n) for n in range(len(parts))]
+    codings = [Coding(changed=k - i) for i, k in found]
+    for low_bytes, group in _groups(ends, found):
+        here = [ends[n] for n in group], [found[n] for n in group]
+        changes = _Changes.of(old_W, new_W, at_C, *here, low_bytes=low_bytes)
+        for place, n in enumerate(group):
+            codings[n] = changes.coding(place)
+    return codings
 
 
-def _low_bytes(mean_gap: float) -> int:
-    return 0 if mean_gap < LONG_GAP else 1 if mean_gap < VERY_LONG_GAP else 2
+def _groups(
+    ends: Sequence[tuple[int, int]], found: Sequence[Sequence[int]]
+) -> list[tuple[int, list[int]]]:
+    """Lower bytes of the gaps, and successive parts that are encoded together. Pure.
+
+    Args:
+        ends: first word of each part, and the one after its last.
+        found: first change of each part, and the one after its last.
+    """
+    groups, count = list[tuple[int, list[int]]](), 0
+    for n, ((b, e), (i, k)) in enumerate(zip(ends, found, strict=True)):
+        if i == k:
+            continue
+        mean_gap = (e - b) / (k - i)
+        low_bytes = 0 if mean_gap < LONG_GAP else 1 if mean_gap < VERY_LONG_GAP else 2
+        if not groups or groups[-1][0] != low_bytes or count + k - i > MOST_AT_ONCE:
+            groups.append((low_bytes, []))
+            count = 0
+        groups[-1][1].append(n)
+        count += k - i
+    return groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +172,14 @@ class _Changes:
         *,
         low_bytes: int,
     ) -> _Changes:
-        """Make the symbols on the buffers' device."""
-        rows = [(i, k - 1, begin) for (begin, _), (i, k) in zip(ends, found, strict=True) if k > i]
+        """Make the symbols on the buffers' device.
+
+        Args:
+            at_C: places of the buffer's changes, of which parts have `found`; none is empty.
+        """
+        start = found[0][0]
+        at_C, found = at_C[start : found[-1][1]], [(i - start, k - start) for i, k in found]
+        rows = [(i, k - 1, begin) for (begin, _), (i, k) in zip(ends, found, strict=True)]
         firsts_D, lasts_D, begins_D = at_C.new_tensor(rows).unbind(1)
         gaps_C = at_C.clone()
         gaps_C[1:] -= at_C[:-1] + 1
@@ -165,7 +187,7 @@ class _Changes:
         low = [(gaps_C >> 8 * n & 255).to(torch.uint8) for n in range(low_bytes)]
         gaps_S, ends_C, counts_C = _runs(gaps_C >> 8 * low_bytes if low_bytes else gaps_C)
         starts_D = ends_C[firsts_D] - counts_C[firsts_D]
-        bounds = iter(torch.stack((starts_D, ends_C[lasts_D]), 1).tolist())
+        placed = torch.stack((starts_D, ends_C[lasts_D]), 1).tolist()
         steps_C = _ordered(new_W[at_C]) - _ordered(old_W[at_C])
         steps_C = steps_C.to(old_W.dtype).int()
         codes_C = torch.where(steps_C > 0, 2 * steps_C - 2, -2 * steps_C - 1)  # 1, -1, 2, -2, ...
@@ -174,7 +196,7 @@ class _Changes:
         return _Changes(
             word_bytes=old_W.element_size(),
             found=found,
-            placed=[next(bounds) if k > i else (0, 0) for i, k in found],
+            placed=placed,
             gaps_S=gaps_S,
             low_CN=low[0] if low else None,
             codes_C=codes_C,
@@ -193,8 +215,8 @@ class _Changes:
             held_bytes=e - b + 2 * (k - i) + low_bytes,
             word_bytes=self.word_bytes,
             num_gaps=e - b,
-            gaps=[submit(_compress, one, self.arrived) for one in gaps if k > i],
-            steps=[submit(_compress_steps, one, self.arrived) for one in codes if k > i],
+            gaps=[submit(_compress, one, self.arrived) for one in gaps],
+            steps=[submit(_compress_steps, one, self.arrived) for one in codes],
             low_CN=low_CN,
         )
 

@@ -5,6 +5,7 @@
     send_changes(groups, buffers)      a table of sizes and checksums first, then the messages
     receive_changes(group, buffers)    on a worker: everything, into host memory
     restore(messages, buffer_B)        makes a buffer of its old bytes, in place
+    restoring(buffers)                 the same of one buffer after the other, while threads read
 
 The table comes first because sizes vary. A message without a change is empty and does not travel.
 Until all messages have arrived and their checksums are right, a worker changes nothing.
@@ -14,9 +15,11 @@ Axes: B = bytes.
 
 from __future__ import annotations
 
+import functools
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -58,6 +61,8 @@ class Message:
 PART_BYTES = 1 << 26
 """Bytes of a chunk in one message. Decoding takes several times the bytes that change, and a GPU
 that generates has little memory left."""
+AHEAD_BYTES = 1 << 25
+"""Codes that threads read before they are applied. What they read takes some ten times as much."""
 Buffers = Sequence[Sequence[Message]]
 """The messages of each chunk or step."""
 
@@ -307,16 +312,51 @@ def _checked(message: Message, body_B: torch.Tensor) -> Message:
     return replace(message, body_B=body_B)
 
 
+def restoring(buffers: Buffers) -> Iterator[Callable[[torch.Tensor], None]]:
+    """For each buffer, in order, a function that makes its new bytes of its old ones, in place.
+
+    Threads read the codes of the next buffers meanwhile.
+
+    Raises:
+        TransferError: as the functions it gives: a code does not fit.
+    """
+    rest, begun, held = iter(buffers), deque[list[tuple[Message, delta.Applying | None]]](), 0
+    while True:
+        while held < AHEAD_BYTES and (messages := next(rest, None)) is not None:
+            begun.append([(m, _begun(m)) for m in messages])
+            held += sum(m.nbytes for m in messages if m.is_code)
+        if not begun:
+            return
+        now = begun.popleft()
+        held -= sum(m.nbytes for m, _ in now if m.is_code)
+        yield functools.partial(_restore, now)
+
+
+def _begun(message: Message) -> delta.Applying | None:
+    if not message.is_code:
+        return None
+    assert message.body_B is not None
+    size = message.delivery.end - message.delivery.begin
+    return delta.begin_applying(message.body_B.numpy().data, size)
+
+
+def _restore(
+    messages: Sequence[tuple[Message, delta.Applying | None]], buffer_B: torch.Tensor
+) -> None:
+    for message, applying in messages:
+        here_B = buffer_B[message.delivery.begin : message.delivery.end]
+        if applying is not None:
+            applying.apply(here_B)
+        else:
+            assert message.body_B is not None
+            here_B.copy_(message.body_B)
+
+
 def restore(messages: Sequence[Message], buffer_B: torch.Tensor) -> None:
     """Make a buffer's new bytes of its old ones, in place.
 
     Raises:
         TransferError: a code does not fit.
     """
-    for message in messages:
-        here_B = buffer_B[message.delivery.begin : message.delivery.end]
-        assert message.body_B is not None
-        if message.is_code:
-            delta.apply(message.body_B.numpy().data, here_B)
-        else:
-            here_B.copy_(message.body_B)
+    (only,) = restoring([messages])
+    only(buffer_B)

@@ -3,6 +3,7 @@
     encode(old_B, new_B, word_bytes=2)  -> code, number of changed words
     encode_parts(old_B, new_B, parts, word_bytes=2)  -> the same of parts, by threads
     apply(code, buffer_B)               turns old_B into new_B, in place
+    begin_applying(code, nbytes)        the same, while threads read the code
 
 A buffer is a row of words: bf16 elements, FP8 elements, or the halves of fp32 ones. The code has
 the gap before each changed word, and the step from the old word to the new one. A step counts
@@ -10,8 +11,8 @@ neighbouring floats: the next larger value is one step away, whatever its expone
 small update are -1 or 1. A step or a gap takes a symbol, and Huffman's code (zlib's) shortens the
 symbols. Where gaps are long, their lower bytes are apart, because no code can shorten those.
 
-Symbols are made and read on the buffer's device, and shortened on the host by several threads.
-Encoding does not wait for those: `encode_parts` returns while they work.
+Symbols are made on the buffer's device, and shortened and read on the host by several threads.
+`encode_parts` and `begin_applying` return while they work.
 
 Axes: B = bytes, C = changed words, S = symbols, W = words.
 """
@@ -26,8 +27,10 @@ import zlib
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from orchestrator.errors import TransferError
@@ -46,6 +49,8 @@ _HEAD = struct.Struct("<4sBB6Q")
 each stream."""
 _MAGIC = b"spd1"
 _WORDS = {1: torch.int8, 2: torch.int16}
+_NO_CODE = (ValueError, IndexError, KeyError, struct.error, zlib.error)
+Symbols: TypeAlias = npt.NDArray[np.uint8]
 
 
 def encode(old_B: torch.Tensor, new_B: torch.Tensor, *, word_bytes: int) -> tuple[bytes, int]:
@@ -98,8 +103,8 @@ def encode_parts(
 ) -> list[Coding]:
     """Encode parts of a buffer, each to a code of its own.
 
-    The buffers may change afterwards. The host waits three times for a GPU, however many parts
-    there are: for the number of changes, for that of each part, and for that of the symbols.
+    The buffers may change afterwards. The host waits for a GPU three or four times: for the number
+    of changes, for that of each part, and for that of the symbols of parts that change alike.
 
     Args:
         old_B, new_B: as in `encode`.
@@ -111,20 +116,36 @@ def encode_parts(
     ends = [((begin - first) // word_bytes, (end - first) // word_bytes) for begin, end in parts]
     at_C = (old_W != new_W).nonzero().view(-1)
     found = torch.searchsorted(at_C, at_C.new_tensor(ends)).tolist()
-    low_bytes = {
-        _low_bytes((e - b) / (k - i)) for (b, e), (i, k) in zip(ends, found, strict=True) if k > i
-    }
-    if len(parts) > 1 and (len(low_bytes) > 1 or at_C.numel() > MOST_AT_ONCE):
-        alone = ([part] for part in parts)
-        return [encode_parts(old_B, new_B, one, word_bytes=word_bytes)[0] for one in alone]
-    if not low_bytes:
-        return [Coding(changed=0) for _ in parts]
-    changes = _Changes.of(old_W, new_W, at_C, ends, found, low_bytes=low_bytes.pop())
-    return [changes.coding(n) for n in range(len(parts))]
+    codings = [Coding(changed=k - i) for i, k in found]
+    for low_bytes, group in _groups(ends, found):
+        here = [ends[n] for n in group], [found[n] for n in group]
+        changes = _Changes.of(old_W, new_W, at_C, *here, low_bytes=low_bytes)
+        for place, n in enumerate(group):
+            codings[n] = changes.coding(place)
+    return codings
 
 
-def _low_bytes(mean_gap: float) -> int:
-    return 0 if mean_gap < LONG_GAP else 1 if mean_gap < VERY_LONG_GAP else 2
+def _groups(
+    ends: Sequence[tuple[int, int]], found: Sequence[Sequence[int]]
+) -> list[tuple[int, list[int]]]:
+    """Lower bytes of the gaps, and successive parts that are encoded together. Pure.
+
+    Args:
+        ends: first word of each part, and the one after its last.
+        found: first change of each part, and the one after its last.
+    """
+    groups, count = list[tuple[int, list[int]]](), 0
+    for n, ((b, e), (i, k)) in enumerate(zip(ends, found, strict=True)):
+        if i == k:
+            continue
+        mean_gap = (e - b) / (k - i)
+        low_bytes = 0 if mean_gap < LONG_GAP else 1 if mean_gap < VERY_LONG_GAP else 2
+        if not groups or groups[-1][0] != low_bytes or count + k - i > MOST_AT_ONCE:
+            groups.append((low_bytes, []))
+            count = 0
+        groups[-1][1].append(n)
+        count += k - i
+    return groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,8 +172,14 @@ class _Changes:
         *,
         low_bytes: int,
     ) -> _Changes:
-        """Make the symbols on the buffers' device."""
-        rows = [(i, k - 1, begin) for (begin, _), (i, k) in zip(ends, found, strict=True) if k > i]
+        """Make the symbols on the buffers' device.
+
+        Args:
+            at_C: places of the buffer's changes, of which parts have `found`; none is empty.
+        """
+        start = found[0][0]
+        at_C, found = at_C[start : found[-1][1]], [(i - start, k - start) for i, k in found]
+        rows = [(i, k - 1, begin) for (begin, _), (i, k) in zip(ends, found, strict=True)]
         firsts_D, lasts_D, begins_D = at_C.new_tensor(rows).unbind(1)
         gaps_C = at_C.clone()
         gaps_C[1:] -= at_C[:-1] + 1
@@ -160,7 +187,7 @@ class _Changes:
         low = [(gaps_C >> 8 * n & 255).to(torch.uint8) for n in range(low_bytes)]
         gaps_S, ends_C, counts_C = _runs(gaps_C >> 8 * low_bytes if low_bytes else gaps_C)
         starts_D = ends_C[firsts_D] - counts_C[firsts_D]
-        bounds = iter(torch.stack((starts_D, ends_C[lasts_D]), 1).tolist())
+        placed = torch.stack((starts_D, ends_C[lasts_D]), 1).tolist()
         steps_C = _ordered(new_W[at_C]) - _ordered(old_W[at_C])
         steps_C = steps_C.to(old_W.dtype).int()
         codes_C = torch.where(steps_C > 0, 2 * steps_C - 2, -2 * steps_C - 1)  # 1, -1, 2, -2, ...
@@ -169,7 +196,7 @@ class _Changes:
         return _Changes(
             word_bytes=old_W.element_size(),
             found=found,
-            placed=[next(bounds) if k > i else (0, 0) for i, k in found],
+            placed=placed,
             gaps_S=gaps_S,
             low_CN=low[0] if low else None,
             codes_C=codes_C,
@@ -188,8 +215,8 @@ class _Changes:
             held_bytes=e - b + 2 * (k - i) + low_bytes,
             word_bytes=self.word_bytes,
             num_gaps=e - b,
-            gaps=[submit(_compress, one, self.arrived) for one in gaps if k > i],
-            steps=[submit(_compress_steps, one, self.arrived) for one in codes if k > i],
+            gaps=[submit(_compress, one, self.arrived) for one in gaps],
+            steps=[submit(_compress_steps, one, self.arrived) for one in codes],
             low_CN=low_CN,
         )
 
@@ -214,44 +241,109 @@ def apply(code: bytes | memoryview, buffer_B: torch.Tensor) -> int:
     Raises:
         TransferError: it is no code for a buffer of this size. The buffer is unchanged.
     """
-    try:
-        return _apply(memoryview(code), buffer_B)
-    except (ValueError, IndexError, KeyError, struct.error, zlib.error) as error:
-        raise TransferError(
-            f"the changed elements of a buffer of {buffer_B.numel():,} bytes cannot be decoded: "
-            f"{error}; the next update brings everything"
-        ) from None
+    return begin_applying(code, buffer_B.numel()).apply(buffer_B)
 
 
-def _apply(code: memoryview, buffer_B: torch.Tensor) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applying:
+    """The changes of a code, which threads read."""
+
+    nbytes: int
+    """Size of the buffer."""
+    changes: Future[_Read] | None
+    """None: nothing changed."""
+
+    def apply(self, buffer_B: torch.Tensor) -> int:
+        """Change a buffer in place; returns the number of changed words. A GPU is not waited for.
+
+        Raises:
+            TransferError: as `delta.apply`.
+        """
+        if self.changes is None:
+            return 0
+        try:
+            read = self.changes.result()
+        except _NO_CODE as error:
+            raise _not_readable(self.nbytes, error) from None
+        words_W, device = buffer_B.view(_WORDS[read.word_bytes]), buffer_B.device
+        at_C = _on(read.at_C, device).long()
+        codes_C = _on(read.codes_C, device).int() & 0xFFFF
+        steps_C = torch.where(codes_C & 1 > 0, -(codes_C + 1 >> 1), (codes_C >> 1) + 1)
+        moved_C = (_ordered(words_W[at_C]) + steps_C).to(words_W.dtype)
+        words_W[at_C] = _ordered(moved_C).to(words_W.dtype)
+        return read.at_C.numel()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """The changes, in host memory."""
+
+    word_bytes: int
+    at_C: torch.Tensor
+    """Place of each changed word, int32 where that suffices."""
+    codes_C: torch.Tensor
+    """Of each step; uint16 as int16."""
+
+
+def begin_applying(code: bytes | memoryview, nbytes: int) -> Applying:
+    """Have threads read a code for a buffer of so many bytes, which must stay until then.
+
+    Raises:
+        TransferError: its head is none of such a code.
+    """
+    code = memoryview(code)
     if not code:
-        return 0
-    magic, word_bytes, low_bytes, count, num_gaps, *sizes = _HEAD.unpack_from(code)
-    if magic != _MAGIC or low_bytes > 2 or len(code) != _HEAD.size + sum(sizes):
-        raise ValueError("its head does not fit its streams")
-    words_W, device = buffer_B.view(_WORDS[word_bytes]), buffer_B.device
-    most = words_W.numel()
-    if not 0 < count <= most or not count <= num_gaps <= count + most // ESCAPE:
-        raise ValueError(f"it has {count:,} changes for {most:,} words")
-    ends = itertools.accumulate(sizes, initial=_HEAD.size)
-    gaps, low, steps, long_steps = (code[b:e] for b, e in itertools.pairwise(ends))
-    gaps_C = _lengths(_unpack(gaps, num_gaps).to(device), count)
-    low_bytes_C = np.frombuffer(low, np.uint8).reshape(count, low_bytes)
-    for n in reversed(range(low_bytes)):
-        gaps_C = gaps_C << 8 | torch.from_numpy(low_bytes_C[:, n].copy()).to(device)
-    at_C = torch.cumsum(gaps_C + 1, 0) - 1
-    if int(at_C[-1]) >= most:
-        raise ValueError("a change is outside the buffer")
-    codes_C = _unpack(steps, count).to(device).int()
-    escaped = codes_C == ESCAPE
-    long_codes = torch.from_numpy(np.frombuffer(long_steps, "<u2").astype(np.int32)).to(device)
-    if int(escaped.sum()) != len(long_codes):
-        raise ValueError("its escaped steps are not as many as its escapes")
-    codes_C[escaped] = long_codes
-    steps_C = torch.where(codes_C & 1 > 0, -(codes_C + 1 >> 1), (codes_C >> 1) + 1)
-    moved_C = (_ordered(words_W[at_C]) + steps_C).to(words_W.dtype)
-    words_W[at_C] = _ordered(moved_C).to(words_W.dtype)
-    return int(count)
+        return Applying(nbytes=nbytes, changes=None)
+    try:
+        magic, word_bytes, low_bytes, count, num_gaps, *sizes = _HEAD.unpack_from(code)
+        if magic != _MAGIC or low_bytes > 2 or len(code) != _HEAD.size + sum(sizes):
+            raise ValueError("its head does not fit its streams")
+        if word_bytes not in _WORDS or nbytes % word_bytes:
+            raise ValueError(f"its words have {word_bytes} bytes")
+        most = nbytes // word_bytes
+        if not 0 < count <= most or not count <= num_gaps <= count + most // ESCAPE:
+            raise ValueError(f"it has {count:,} changes for {most:,} words")
+        ends = itertools.accumulate(sizes, initial=_HEAD.size)
+        gaps, low, steps, long_steps = (code[b:e] for b, e in itertools.pairwise(ends))
+        symbols = _unpacked(gaps, num_gaps), _unpacked(steps, count)
+    except _NO_CODE as error:
+        raise _not_readable(nbytes, error) from None
+
+    def read() -> _Read:
+        gaps_C = _lengths(_concatenated(symbols[0]), count)
+        low_Cn = np.frombuffer(low, np.uint8).reshape(count, low_bytes)
+        for n in reversed(range(low_bytes)):
+            gaps_C = gaps_C << 8 | low_Cn[:, n]
+        at_C = np.cumsum(gaps_C + 1)
+        at_C -= 1
+        if int(at_C[-1]) >= most:
+            raise ValueError("a change is outside the buffer")
+        codes_C = _concatenated(symbols[1]).astype(np.uint16)
+        escaped, long_codes = codes_C == ESCAPE, np.frombuffer(long_steps, "<u2")
+        if int(escaped.sum()) != len(long_codes):
+            raise ValueError("its escaped steps are not as many as its escapes")
+        codes_C[escaped] = long_codes
+        places = at_C if most > 1 << 31 else at_C.astype(np.int32)
+        return _Read(
+            word_bytes=word_bytes,
+            at_C=torch.from_numpy(places),
+            codes_C=torch.from_numpy(codes_C.view(np.int16)),
+        )
+
+    return Applying(nbytes=nbytes, changes=_readers().submit(read))
+
+
+def _not_readable(nbytes: int, error: Exception) -> TransferError:
+    return TransferError(
+        f"the changed elements of a buffer of {nbytes:,} bytes cannot be decoded: {error}; the "
+        "next update brings everything"
+    )
+
+
+def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type != "cuda":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _ordered(words: torch.Tensor) -> torch.Tensor:
@@ -275,12 +367,16 @@ def _runs(lengths_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return symbols_S, ends_C, counts_C
 
 
-def _lengths(symbols_S: torch.Tensor, count: int) -> torch.Tensor:
+def _lengths(symbols_S: Symbols, count: int) -> npt.NDArray[np.int64]:
     """Undo `_runs`."""
-    ends_C = (symbols_S != ESCAPE).nonzero().view(-1)
+    ends_C = np.flatnonzero(symbols_S != ESCAPE)
     if len(ends_C) != count or int(ends_C[-1]) + 1 != len(symbols_S):
         raise ValueError("its gaps are not as many as its changes")
-    return ESCAPE * (torch.diff(ends_C, prepend=ends_C.new_tensor([-1])) - 1) + symbols_S[ends_C]
+    gaps_C = np.diff(ends_C, prepend=-1).astype(np.int64, copy=False)
+    gaps_C -= 1
+    gaps_C *= ESCAPE
+    gaps_C += symbols_S[ends_C]
+    return gaps_C
 
 
 def _compress(symbols_S: torch.Tensor, arrived: torch.cuda.Event | None = None) -> bytes:
@@ -304,8 +400,8 @@ def _joined(segments: Sequence[bytes]) -> bytes:
     return b"".join((np.array([len(s) for s in segments], "<u4").tobytes(), *segments))
 
 
-def _unpack(packed: memoryview, count: int) -> torch.Tensor:
-    """Undo `_joined` of `count` symbols."""
+def _unpacked(packed: memoryview, count: int) -> list[Future[Symbols]]:
+    """Have threads undo `_joined` of `count` symbols, by segments."""
     num_segments = -(-count // SEGMENT)
     sizes = np.frombuffer(packed[: 4 * num_segments], "<u4").tolist()
     ends = np.cumsum([4 * num_segments, *sizes]).tolist()
@@ -313,17 +409,27 @@ def _unpack(packed: memoryview, count: int) -> torch.Tensor:
         raise ValueError("its segments do not fit their sizes")
     counts = [min(SEGMENT, count - n * SEGMENT) for n in range(num_segments)]
     pieces = [packed[begin:end] for begin, end in itertools.pairwise(ends)]
-    return torch.cat(list(_threads().map(_decompress, pieces, counts)))
+    return [_threads().submit(_decompress, *one) for one in zip(pieces, counts, strict=True)]
 
 
-def _decompress(packed: memoryview, count: int) -> torch.Tensor:
-    symbols = bytearray(zlib.decompressobj(-15).decompress(packed, count))
+def _concatenated(segments: Sequence[Future[Symbols]]) -> Symbols:
+    return np.concatenate([one.result() for one in segments])
+
+
+def _decompress(packed: memoryview, count: int) -> Symbols:
+    symbols = zlib.decompressobj(-15).decompress(packed, count)
     if len(symbols) != count:
         raise ValueError(f"a segment has {len(symbols):,} symbols instead of {count:,}")
-    return torch.frombuffer(symbols, dtype=torch.uint8)
+    return np.frombuffer(symbols, np.uint8)
 
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
     """Threads that compress; zlib runs without the GIL."""
     return ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "splice-delta")
+
+
+@functools.cache
+def _readers() -> ThreadPoolExecutor:
+    """Threads that wait for those which decompress."""
+    return ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "splice-delta-read")

@@ -147,7 +147,7 @@ class PreparedDigest:
         """The tensors are so much further in memory now, a multiple of 16 bytes. Queued on the
         current stream. From the first such call on it does not keep their storage."""
         self._tensors = []
-        for launch in self._launches:
+        for launch in self._launches if nbytes else ():
             launch.move(nbytes)
 
 

@@ -470,7 +470,8 @@ class DirectReceiver:
         self._begin()
         on_written(sum(len(c.tensors) for c in self._chunks))
         incomplete: dict[int, tuple[torch.Tensor, int]] = {}
-        for chunk, messages in zip(self._chunks, arrived, strict=True):
+        each = zip(self._chunks, arrived, changes.restoring(arrived), strict=True)
+        for chunk, messages, restore in each:
             if not chunk.nbytes:
                 continue
             buffer_B = present_bytes(
@@ -479,7 +480,7 @@ class DirectReceiver:
                 olds if any(m.is_code for m in messages) else None,
                 device=self._device,
             )
-            changes.restore(messages, buffer_B)
+            restore(buffer_B)
             self._place(chunk, buffer_B)
             self._digest(chunk)
             if chunk.kind == "reload":

@@ -1,8 +1,8 @@
 """Hundreds of publications of changed elements, with failures between and during them.
 
 In the end a real vLLM holds what one full publication of a real Megatron would have brought, byte
-for byte. `SPLICE_ELEMENTS_STEPS` says how many steps, `SPLICE_ELEMENTS_SEED` draws all that is
-random.
+for byte. `SPLICE_ELEMENTS_STEPS` says how many steps, at least 16. `SPLICE_ELEMENTS_SEED` draws all
+that is random.
 """
 
 from __future__ import annotations

@@ -224,6 +224,33 @@ def test_a_buffer_may_change_once_its_encoding_has_begun() -> None:
     assert encoding.changed == changed
 
 
+@pytest.mark.parametrize("ahead", [1, 1 << 25])
+def test_buffers_are_restored_in_order_whatever_is_read_ahead(ahead, monkeypatch) -> None:
+    """Codes, a buffer without any change, and one that travelled as it is."""
+    monkeypatch.setattr(changes, "AHEAD_BYTES", ahead)
+    pairs = [some_changes(seed, share) for seed, share in enumerate((0.02, 0.0, 1.0, 0.1, 0.02))]
+    sent = [changes.encode_buffer(*p, changes.whole(SIZE), word_bytes=2)[0] for p in pairs]
+    sent = [
+        [m if m.body_B is not None else replace(m, body_B=new_B) for m in messages]
+        for messages, (_, new_B) in zip(sent, pairs, strict=True)
+    ]
+    for (old_B, new_B), restore in zip(pairs, changes.restoring(sent), strict=True):
+        restore(old_B)
+        assert torch.equal(old_B, new_B)
+
+
+@pytest.mark.parametrize("byte", [0, 60])
+def test_no_code_is_refused(byte) -> None:
+    """Of its head, and of what follows."""
+    old_B, new_B = some_changes(1, 0.02)
+    (message,), _ = changes.encode_buffer(old_B, new_B, changes.whole(SIZE), word_bytes=2)
+    message.body_B[byte] ^= 255
+    before_B = old_B.clone()
+    with pytest.raises(TransferError, match="4,096 bytes cannot be decoded"):
+        changes.restore([message], old_B)
+    assert torch.equal(old_B, before_B)
+
+
 def test_a_large_buffer_is_coded_in_parts(pair, monkeypatch) -> None:
     """Each bounds what a worker decodes at a time, in the memory that generation leaves."""
     monkeypatch.setattr(changes, "PART_BYTES", 1000)

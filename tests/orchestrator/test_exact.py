@@ -108,3 +108,14 @@ def test_the_run_file_tells_the_sampler() -> None:
     assert not RunFile(name="tiny", model=MODEL, trainer={}, inference={}).inference.exact
     with pytest.raises(ValidationError, match=r"give only trainer\.numerics"):
         run(exact=False)
+
+
+def test_both_roles_must_have_one_kind_of_device() -> None:
+    """A GPU's bits in bf16 are not a CPU's in fp32."""
+    trainer = {"numerics": "exact", "device": "cuda", "dtype": "bfloat16"}
+    inference = {"device": "cpu", "dtype": "float32", "enforce_eager": True}
+    match = "trainer.device = 'cuda' and inference.device = 'cpu'"
+    with pytest.raises(ValidationError, match=match):
+        RunFile(name="tiny", model=MODEL, trainer=trainer, inference=inference)
+    served = trainer | {"numerics": "served"}
+    RunFile(name="tiny", model=MODEL, trainer=served, inference=inference)

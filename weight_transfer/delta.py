@@ -379,17 +379,23 @@ def _lengths(symbols_S: Symbols, count: int) -> npt.NDArray[np.int64]:
     return gaps_C
 
 
-def _compress(symbols_S: torch.Tensor, arrived: torch.cuda.Event | None = None) -> bytes:
+def _wait(arrived: torch.cuda.Event | None) -> None:
+    """Wait in a thread. Without its device, CUDA would make a context on GPU 0, some 500 MB for
+    each rank."""
     if arrived is not None:
+        torch.cuda.set_device(arrived.device)
         arrived.synchronize()
+
+
+def _compress(symbols_S: torch.Tensor, arrived: torch.cuda.Event | None = None) -> bytes:
+    _wait(arrived)
     packer = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
     return packer.compress(symbols_S.numpy().data) + packer.flush()
 
 
 def _compress_steps(codes_C: torch.Tensor, arrived: torch.cuda.Event | None) -> tuple[bytes, bytes]:
     """The symbols of steps, compressed, and the codes (uint16) that have none."""
-    if arrived is not None:
-        arrived.synchronize()
+    _wait(arrived)
     codes = codes_C.numpy().view("<u2")
     symbols = torch.from_numpy(np.minimum(codes, ESCAPE).astype(np.uint8))
     return _compress(symbols), codes[codes >= ESCAPE].tobytes()

@@ -105,6 +105,10 @@ def _swiglu(_: Any, x: torch.Tensor) -> torch.Tensor:
 def _table(rotary: Any, device: torch.device) -> torch.Tensor:
     """[positions, D] in fp32: cosines, then sines. vLLM's own has the weights' dtype. The trainer
     computes the frequencies on a CPU as well."""
+    from vllm.model_executor.layers.rotary_embedding import base
+
+    if type(rotary) is not base.RotaryEmbedding:
+        raise _refuse(f"scaled rotary embeddings ({type(rotary).__name__})")
     with torch.device("cpu"):
         places = torch.arange(rotary.max_position_embeddings, dtype=torch.float32)
         angles = places[:, None] * rotary._compute_inv_freq(rotary.base)

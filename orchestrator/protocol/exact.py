@@ -32,20 +32,35 @@ def trainer_obstacle(config: Any) -> Obstacle:
 
 def inference_obstacle(config: Any) -> Obstacle:
     """Of an `InferenceConfig`."""
-    given = " ".join(config.extra_args).replace("_", "-")
-    words = (
-        "quantization", "speculative", "kv-cache-dtype", "dtype", "attention-backend", "lora",
-        "compilation-config", "attention-config",
-    )  # fmt: skip # options
     wrong, why = _dtype(config)
     compiles = config.device == "cpu" and not config.enforce_eager
-    foreign = next((f"--{w}" for w in words if f"--{w}" in given), "")
+    foreign = next(filter(_is_foreign, map(_option, " ".join(config.extra_args).split())), "")
     return _first(
         (wrong, f"dtype = {config.dtype!r}", why),
         (config.tensor_parallel > 1, "tensor_parallel", "which adds up parts in its own order"),
         (compiles, "enforce_eager = False", "because a compiler chooses the sums"),
         (bool(foreign), f"extra_args {foreign}", "which changes what vLLM computes"),
     )
+
+
+_FOREIGN = (
+    "-q", "-sc", "-cc", "-ac", "--quantization", "--speculative-config", "--spec-", "--dtype",
+    "--kv-cache-dtype", "--attention-backend", "--attention-config", "--compilation-config",
+    "--enable-lora", "--lora-", "--hf-overrides", "--model-impl",
+)  # fmt: skip # options
+"""Options of vLLM, and how some begin."""
+
+
+def _option(word: str) -> str:
+    """--a-b of --a_b=c or --a-b.c"""
+    return word.partition("=")[0].partition(".")[0].replace("_", "-")
+
+
+def _is_foreign(option: str) -> bool:
+    """Whether it changes what vLLM computes. vLLM takes an abbreviation as well."""
+    if not option.startswith("--"):
+        return option in _FOREIGN
+    return len(option) > 2 and any(f.startswith(option) or option.startswith(f) for f in _FOREIGN)
 
 
 def model_obstacle(model: Mapping[str, Any]) -> Obstacle:

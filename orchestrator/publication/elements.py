@@ -37,11 +37,12 @@ class Elements:
         """Whether the trainer keeps what this update brings, for the next one."""
         return remembers(self.config.send, wire.manifest.nbytes, self.rates)
 
-    def note(self, wire: Wire, seconds: float) -> None:
-        """Note how long a transfer took that has succeeded."""
+    def note(self, wire: Wire, version: int, seconds: float) -> None:
+        """Note how long a transfer took that has succeeded. A proof of the served version, which
+        has no bytes, says nothing of others."""
         if wire.encoded is None:
             self.rates.sent(wire.nbytes, seconds)
-        else:
+        elif wire.base != version:
             self.rests.succeeded()
             self.rates.coded(wire.manifest.nbytes, wire.nbytes, self._encode_s + seconds)
         self.ledger.rates = self.rates.kept()

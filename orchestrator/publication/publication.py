@@ -116,7 +116,7 @@ class Publication:
             await self._swap()
         # Requests that were let end first say nothing of the link.
         drained_s = self.result.seconds.get("pause_request", 0.0)
-        self.elements.note(self.wire, time.monotonic() - moved_s - drained_s)
+        self.elements.note(self.wire, self.version, time.monotonic() - moved_s - drained_s)
         if self._has_canary:
             await self._check_canary()
         self.ledger.verified(

@@ -194,6 +194,12 @@ class RunFile(Settings):
                 f"trainer.gpus has {len(self.trainer.gpus)} GPUs for {ranks} ranks "
                 "(trainer.parallel.world_size); each rank needs one, as many on each host"
             )
+        devices = self.trainer.device, self.inference.device
+        if self.trainer.numerics == "exact" and len({*devices}) > 1:
+            raise ValueError(
+                f"numerics = 'exact' does not go with trainer.device = {devices[0]!r} and "
+                f"inference.device = {devices[1]!r}, whose bits differ; use one for both"
+            )
         return self
 
     # ------------------------------------------------------------ what the roles take from it

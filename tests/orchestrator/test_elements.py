@@ -149,8 +149,11 @@ def test_a_resumed_orchestrator_proves_what_is_served_with_no_bytes(run):
     proves that it has it, and the replica's digests of all tensors show that it holds it."""
     trainer, (replica,) = start(run)
     assert train(run).sent == "elements"
+    before = run.orchestrator._publisher._elements.rates.kept()
     run.resume()
     assert soon(lambda: len(replica.served) == 3)
+    found = run.orchestrator._publisher._elements.rates.kept()
+    assert found == before, "what has no bytes says nothing of an update"
     assert replica.served[2] == (1, [10, 21, 30]) and replica.bases[-1] == 1
     (asked,) = [m for m in trainer.messages if isinstance(m, EncodeChanges)][1:]
     assert (asked.version, asked.base_version, asked.prove, asked.changed_only) == (

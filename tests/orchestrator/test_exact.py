@@ -48,13 +48,27 @@ def test_a_trainer_setting_is_refused(options, name) -> None:
         ({"enforce_eager": False}, "enforce_eager"),
         ({"extra_args": ("--quantization", "fp8")}, "extra_args --quantization"),
         ({"extra_args": ("--kv_cache_dtype=fp8",)}, "extra_args --kv-cache-dtype"),
-        ({"extra_args": ("--speculative-config", "{}")}, "extra_args --speculative"),
+        ({"extra_args": ("--speculative-config", "{}")}, "extra_args --speculative-config"),
+        ({"extra_args": ("-q", "fp8")}, "extra_args -q"),
+        ({"extra_args": ("--quant=fp8",)}, "extra_args --quant"),
+        ({"extra_args": ("-sc", "{}")}, "extra_args -sc"),
+        ({"extra_args": ("--spec-method", "ngram")}, "extra_args --spec-method"),
+        ({"extra_args": ("--enable-lora",)}, "extra_args --enable-lora"),
+        ({"extra_args": ("-cc.mode=3",)}, "extra_args -cc"),
+        ({"extra_args": ("-ac", "{}")}, "extra_args -ac"),
+        ({"extra_args": ("--hf-overrides.head_dtype", "float32")}, "extra_args --hf-overrides"),
+        ({"extra_args": ("--model-impl", "transformers")}, "extra_args --model-impl"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_setting_of_the_sampler_is_refused(options, name) -> None:
     with pytest.raises(ValidationError, match=f"'exact' does not go with {name}"):
         InferenceConfig(model=MODEL, name="tiny", exact=True, **options)
+
+
+def test_other_options_of_vllm_are_not_refused() -> None:
+    options = ("--max-num-batched-tokens", "512", "--kv-cache-memory-bytes=9", "-O0", "--seed", "1")
+    InferenceConfig(model=MODEL, name="tiny", exact=True, extra_args=options)
 
 
 QWEN3 = {"model_type": "qwen3", "hidden_act": "silu", "rope_theta": 1e6, "attention_bias": False}
@@ -94,3 +108,14 @@ def test_the_run_file_tells_the_sampler() -> None:
     assert not RunFile(name="tiny", model=MODEL, trainer={}, inference={}).inference.exact
     with pytest.raises(ValidationError, match=r"give only trainer\.numerics"):
         run(exact=False)
+
+
+def test_both_roles_must_have_one_kind_of_device() -> None:
+    """A GPU's bits in bf16 are not a CPU's in fp32."""
+    trainer = {"numerics": "exact", "device": "cuda", "dtype": "bfloat16"}
+    inference = {"device": "cpu", "dtype": "float32", "enforce_eager": True}
+    match = "trainer.device = 'cuda' and inference.device = 'cpu'"
+    with pytest.raises(ValidationError, match=match):
+        RunFile(name="tiny", model=MODEL, trainer=trainer, inference=inference)
+    served = trainer | {"numerics": "served"}
+    RunFile(name="tiny", model=MODEL, trainer=served, inference=inference)

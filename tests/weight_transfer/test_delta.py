@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.errors import TransferError
+from tests.trainer_node.conftest import REPO
 from tests.weight_transfer.random_bits import random_bytes, seeded
 from weight_transfer import delta
 
@@ -175,3 +178,22 @@ def test_a_changed_bit_never_leaves_the_buffer(place: int, bit: int) -> None:
         delta.apply(bytes(damaged), there_B)
     except TransferError:
         assert torch.equal(there_B, old_B)
+
+
+ON_GPU_1 = """
+import torch
+from weight_transfer import delta
+torch.cuda.set_device(1)
+old_B = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda:1")
+code, changed = delta.encode(old_B, old_B + 1, word_bytes=2)
+assert changed == 1 << 19 and torch._C._cuda_hasPrimaryContext(1)
+assert not torch._C._cuda_hasPrimaryContext(0)
+"""
+
+
+@pytest.mark.gpu2
+def test_the_threads_take_no_memory_of_another_gpu() -> None:
+    """A thread that waits begins with GPU 0 as its device."""
+    argv = [sys.executable, "-c", ON_GPU_1]
+    ran = subprocess.run(argv, cwd=REPO, capture_output=True, text=True, timeout=120.0, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]

@@ -10,8 +10,13 @@ import psutil
 
 SHARE = 0.5
 """Most of the host's free memory that the copies of all its ranks may take."""
-CGROUP = Path("/sys/fs/cgroup")
-"""Where a container sees the limits of its own control group (version 2)."""
+CGROUP, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+"""Where control groups have their limits, and where those of this process are named."""
+_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Folder of a hierarchy, of version 2 and 1 -> its limit, its usage, and what can go of that."""
 
 
 def room_bytes() -> int:
@@ -24,13 +29,26 @@ def room_bytes() -> int:
 
 
 def _below_limit() -> float:
-    """Bytes that the container may still take; infinite if it has no limit."""
+    """Bytes that this process's control groups may still take; infinite if none has a limit. A
+    container sees its own group as the root, a batch job is in a group below it."""
+    left = [float("inf")]
+    for line in OWN_GROUPS.read_text().splitlines():
+        _, controller, path = line.split(":", 2)
+        if controller in _FILES:
+            folder = CGROUP / controller
+            for name in ("", *Path(path).parts[1:]):
+                folder /= name
+                left.append(_below_limit_of(folder, *_FILES[controller]))
+    return min(left)
+
+
+def _below_limit_of(folder: Path, limit: str, usage: str, idle: str) -> float:
     try:
-        limit = (CGROUP / "memory.max").read_text().strip()
-        if limit == "max":
+        most = (folder / limit).read_text().strip()
+        if most == "max":
             return float("inf")
-        used = int((CGROUP / "memory.current").read_text())
-        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        used = int((folder / usage).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except FileNotFoundError:
         return float("inf")
-    return int(limit) - used + int(stat["inactive_file"])
+    return int(most) - used + int(stat[idle])

@@ -269,10 +269,13 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients that are wanted."""
         x, weight_OI = ctx.saved_tensors
-        grad_x = grads[0] @ weight_OI if ctx.needs_input_grad[0] else None
+        # torch multiplies a transposed [N, 1, O] row by row.
+        grad_NO, grad_x = grads[0].flatten(0, -2), None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad_NO @ weight_OI).view(*grads[0].shape[:-1], -1)
         if x is None:
             return grad_x, None
-        return grad_x, grads[0].flatten(0, -2).t() @ x.flatten(0, -2)
+        return grad_x, grad_NO.t() @ x.flatten(0, -2)
 
 
 class _Both(torch.autograd.Function):

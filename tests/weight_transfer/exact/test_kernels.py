@@ -165,3 +165,15 @@ def test_zero_has_neighbours_on_both_sides(dtype) -> None:
     _, _, ulps = bits.differing(tiny, -tiny)
     assert ulps == 2 * bits.differing(tiny, 0 * tiny)[2] > 0
     assert bits.differing(torch.tensor([0.0]), torch.tensor([-0.0])) == (0, 0.0, 0)
+
+
+def test_a_gradient_of_other_strides_gives_one_product() -> None:
+    """The output layer's arrives as a transposed [1, N, O]. torch would multiply it row by row,
+    each with all of the weight."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(96, 1, 64, requires_grad=True), torch.randn(320, 64)
+    grad = torch.randn(96, 1, 320)
+    turned = torch.empty_strided((96, 1, 320), (320, 96 * 320, 1)).copy_(grad)
+    found = [torch.autograd.grad(kernels.product(x, weight), x, one)[0] for one in (grad, turned)]
+    assert torch.equal(*found)
+    assert found[1].is_contiguous() and found[1].stride() == x.stride()

@@ -154,7 +154,7 @@ def _operations(device: str, small: bool) -> Iterator[Case]:
         return torch.randn(*shape, device=device, dtype=dtype)
 
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    rows = bounds[-1]
+    rows, starts = bounds[-1], torch.tensor(bounds, dtype=torch.int32, device=device)
     weights = {"qkv": drawn((heads + 2 * groups) * size, hidden), "down": drawn(hidden, inner)}
     query, key, value = (
         drawn(rows, heads, size),
@@ -192,7 +192,7 @@ def _operations(device: str, small: bool) -> Iterator[Case]:
         ]
 
     work[f"attention-{len(lengths)}x{lengths[0]}"] = (
-        lambda: kernels.attend_pack(query, key, value, bounds, scale),
+        lambda: kernels.attend_pack(query, key, value, starts, max(lengths), scale),
         attended,
     )
     for name, (ours, theirs) in work.items():

@@ -11,6 +11,8 @@ from typing import Any
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """`model_type` of the dense models whose every operation has an exact form."""
+VOCAB_STEP = 4
+"""Numbers of 16 bytes, which torch's log-softmax on a GPU reads at a time."""
 Obstacle = tuple[str, str] | None
 
 
@@ -63,7 +65,7 @@ def _is_foreign(option: str) -> bool:
     return len(option) > 2 and any(f.startswith(option) or option.startswith(f) for f in _FOREIGN)
 
 
-def model_obstacle(model: Mapping[str, Any]) -> Obstacle:
+def model_obstacle(model: Mapping[str, Any], device: str) -> Obstacle:
     """Of the language part of a config.json."""
     family = str(model.get("model_type"))
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
@@ -84,6 +86,9 @@ def model_obstacle(model: Mapping[str, Any]) -> Obstacle:
         (bool(biases), "biases of a llama", "for which no exact form was tested"),
         (model.get("hidden_act", "silu") != "silu", f"hidden_act {model.get('hidden_act')!r}",
          "for which no exact form was written"),
+        (device == "cuda" and model.get("vocab_size", 0) % VOCAB_STEP != 0,
+         f"a vocabulary of {model.get('vocab_size')} on a GPU",
+         f"which is no multiple of {VOCAB_STEP}, so that torch sums its rows in several orders"),
         (family not in FAMILIES, f"model_type {family!r}",
          f"for which no exact form was tested ({', '.join(FAMILIES)} have one)"),
     )  # fmt: skip # a table

@@ -250,7 +250,9 @@ def check_exact(trainer: TrainerConfig, model_config: dict[str, Any]) -> None:
     Raises:
         ConfigError: names the operation.
     """
-    if trainer.numerics == "exact" and (found := model_obstacle(language_part(model_config))):
+    if trainer.numerics == "exact" and (
+        found := model_obstacle(language_part(model_config), trainer.device)
+    ):
         raise ConfigError(
             f"trainer.numerics = 'exact' does not go with {found[0]}, {found[1]}; use 'served' or "
             "'adapters' (docs/exactness.md)"

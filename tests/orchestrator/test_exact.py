@@ -93,9 +93,17 @@ QWEN3 = {"model_type": "qwen3", "hidden_act": "silu", "rope_theta": 1e6, "attent
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_model_is_refused(changes, what) -> None:
-    assert model_obstacle(QWEN3) is None
-    found = model_obstacle(QWEN3 | changes)
+    assert model_obstacle(QWEN3, "cpu") is None
+    found = model_obstacle(QWEN3 | changes, "cpu")
     assert found is not None and found[0].startswith(what) and found[1]
+
+
+def test_a_vocabulary_is_refused_on_a_gpu() -> None:
+    odd = QWEN3 | {"vocab_size": 50257}
+    assert model_obstacle(odd, "cpu") is None
+    assert model_obstacle(QWEN3 | {"vocab_size": 49152}, "cuda") is None
+    found = model_obstacle(odd, "cuda")
+    assert found is not None and found[0] == "a vocabulary of 50257 on a GPU"
 
 
 def test_the_run_file_tells_the_sampler() -> None:

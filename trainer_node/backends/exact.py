@@ -41,11 +41,6 @@ def use(model: Any, config: Any, device: torch.device) -> None:
     Raises:
         ConfigError: a product is not exact on this host.
     """
-    if device.type == "cuda" and config.vocab_size % kernels.VOCAB_STEP:
-        raise ConfigError(
-            f"numerics = 'exact' does not go with a vocabulary of {config.vocab_size} on a GPU, "
-            f"which is no multiple of {kernels.VOCAB_STEP}; use 'served'"
-        )
     for module in model.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             shape = None if module.weight is None else tuple(module.weight.shape)
@@ -113,15 +108,20 @@ def _attend(
     **_: Any,
 ) -> torch.Tensor:
     """[N, A, D] -> [N, A * D], sequence by sequence."""
-    bounds = packed_seq_params.cu_seqlens_q.tolist()
-    scale = module.softmax_scale
-    exact = functools.partial(kernels.attend_pack, bounds=bounds, scale=scale)
-    ordinary = functools.partial(
-        attend,
-        bounds=bounds,
-        scale=scale,
-        window=None,
-        sink_A=None,
-        context_group=module._context_group,
-    )
+    starts, scale = packed_seq_params.cu_seqlens_q, module.softmax_scale
+    most = packed_seq_params.max_seqlen_q
+    exact = functools.partial(kernels.attend_pack, starts=starts, most=most, scale=scale)
+
+    def ordinary(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return attend(
+            query,
+            key,
+            value,
+            starts.tolist(),
+            scale=scale,
+            window=None,
+            sink_A=None,
+            context_group=module._context_group,
+        )
+
     return kernels.differentiable(exact, ordinary, query, key, value)

@@ -61,7 +61,7 @@ def build(config: TrainerConfig, hf_config: Any) -> Model:
         ConfigError: the config and the checkpoint do not fit together.
     """
     objects.restrict_torch()
-    if config.numerics == "exact" and (found := model_obstacle(hf_config.to_dict())):
+    if config.numerics == "exact" and (found := model_obstacle(hf_config.to_dict(), config.device)):
         raise ConfigError(f"numerics = 'exact' does not go with {found[0]}, {found[1]}")
     device = topology.join(config)
     control_group, saving_group = topology.group_of_all("gloo"), topology.group_of_all("gloo")

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import psutil
+import torch
 
 SHARE = 0.5
 """Most of the host's free memory that the copies of all its ranks may take."""
@@ -19,13 +20,27 @@ _FILES = {
 """Folder of a hierarchy, of version 2 and 1 -> its limit, its usage, and what can go of that."""
 
 
-def room_bytes() -> int:
+def room_bytes(*, pinned: bool = False) -> int:
     """Bytes of host memory that this rank's copies may take, if all ranks of the host copy at the
-    same time; 0 if the free memory is unknown."""
+    same time; 0 if the free memory is unknown.
+
+    Args:
+        pinned: 0 also where none can be pinned, as on some virtual GPUs.
+    """
     free = 0
+    if pinned and not _pins():
+        return 0
     with contextlib.suppress(OSError):
         free = min(psutil.virtual_memory().available, _below_limit())
     return int(SHARE * free / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _pins() -> bool:
+    try:
+        torch.empty(1, pin_memory=True)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _below_limit() -> float:

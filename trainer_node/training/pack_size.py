@@ -143,18 +143,20 @@ def _with_offload(trainer: Trainer, own: RankMemory) -> RankMemory:
         ConfigError: there is no host memory for this only way. On every rank alike.
     """
     inputs, run = trainer.model.layer_inputs, partial(probe, trainer, share=1.0, offload=True)
-    before = inputs.moved_bytes
-    run(LEAST_TOKENS)
-    per_token, room = (inputs.moved_bytes - before) / LEAST_TOKENS, host_memory.room_bytes()
-    host_tokens = _same_on_all(int(room / max(1.0, per_token)), trainer)
+    before, host_tokens = inputs.moved_bytes, 0
+    room = host_memory.room_bytes(pinned=trainer.model.device.type == "cuda")
+    if _same_on_all(room, trainer):
+        run(LEAST_TOKENS)
+        per_token = (inputs.moved_bytes - before) / LEAST_TOKENS
+        host_tokens = _same_on_all(int(room / max(1.0, per_token)), trainer)
     if host_tokens >= FIRST_PROBES[-1]:
         line = _model(trainer, run, most=host_tokens)
         torch._C._host_emptyCache()  # torch (2.11) keeps pinned memory, and has no public name
         return replace(own, offloaded=line, host_tokens=host_tokens)
     if trainer.model.config.recompute == "offload":
         raise ConfigError(
-            f"recompute = 'offload' needs {per_token * FIRST_PROBES[-1] / 1e9:.1f} GB of host "
-            f"memory at least, and a rank may take {room / 1e9:.1f} GB; use recompute = 'auto'"
+            f"recompute = 'offload' needs pinned host memory for {FIRST_PROBES[-1]} tokens, and "
+            f"a rank may take {room / 1e9:.1f} GB, which hold {host_tokens}; use recompute = 'auto'"
         )
     return own
 

@@ -21,7 +21,7 @@ Q = tokens that attend, K = those and all before them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -164,23 +164,24 @@ def attend_pack(
     query_NAD: torch.Tensor,
     key_NGD: torch.Tensor,
     value_NGD: torch.Tensor,
-    bounds: Sequence[int],
+    starts: torch.Tensor,
+    most: int,
     scale: float,
 ) -> torch.Tensor:
     """Causal attention within each sequence of a pack. [N, A, D] -> [N, A * D].
 
     Args:
-        bounds: where each sequence begins, and the pack's length.
+        starts: where each sequence begins, and the pack's length. [B + 1], int32.
+        most: tokens of the longest sequence.
     """
     if query_NAD.is_cuda:
-        most = max(b - a for a, b in pairwise(bounds))
-        starts = torch.tensor(bounds, dtype=torch.int32, device=query_NAD.device)
         packed: torch.Tensor = _gpu().attend(
             query_NAD, key_NGD, value_NGD, starts=starts, most=most, scale=scale
         )
         return packed
     pieces = [
-        attend(query_NAD[a:b], key_NGD[a:b], value_NGD[a:b], scale) for a, b in pairwise(bounds)
+        attend(query_NAD[a:b], key_NGD[a:b], value_NGD[a:b], scale)
+        for a, b in pairwise(starts.tolist())
     ]
     return torch.cat(pieces)
 
@@ -232,12 +233,9 @@ def _padded(x: torch.Tensor, length: int, multiple: int) -> torch.Tensor:
     return functional.pad(x, (0, 0, 0, 0, 0, -length % multiple))
 
 
-VOCAB_STEP = 4
-"""The log-softmax on a GPU reads rows that begin at multiples of 16 bytes in one order."""
-
-
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """vLLM's own: torch sums each row by itself."""
+    """vLLM's own: torch sums each row by itself. On a GPU the order is the same for rows that begin
+    at multiples of 16 bytes (`orchestrator.protocol.exact`)."""
     return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
 
 

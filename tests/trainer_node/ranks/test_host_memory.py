@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from trainer_node.ranks import host_memory
 
@@ -56,3 +57,8 @@ def test_a_limit_of_version_1_counts(free_of_64: Path) -> None:
     (folder / "memory.usage_in_bytes").write_text("80\n")
     (folder / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 12\n")
     assert host_memory.room_bytes() == 8
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's driver pins")
+def test_where_none_can_be_pinned_there_is_no_room_for_it(free_of_64: Path) -> None:
+    assert host_memory.room_bytes(pinned=True) == 0 < host_memory.room_bytes()

@@ -146,6 +146,14 @@ RAN_TOGETHER = (
         inference={"torch": "2.14.0", "vllm": "0.33.0", "transformers": "5.20.2"},
     ),
     Ran(
+        device="1 x NVIDIA H200",
+        date="2026-11-29",
+        command="splice check MODEL --bits --exact --device cuda",
+        result="exact-stack033-1xh200.json",
+        trainer=_CUDA_TRAINER | {"torch": "2.14.0", "transformer-engine": "2.20.2"},
+        inference={"torch": "2.14.0", "vllm": "0.33.0", "transformers": "5.20.2"},
+    ),
+    Ran(
         device="2 x NVIDIA H100 80GB HBM3",
         date="2026-11-25",
         command="python -m benchmarks sync --device cuda",

@@ -179,6 +179,8 @@ def test_a_replica_that_a_resumed_orchestrator_hears_later_proves_it_too(tmp_pat
         assert soon(lambda: len(other.served) == 4)
         assert other.bases == [None, 0, 1, 1] and len(one.served) == seen
         assert [m.prove for m in trainer.messages if isinstance(m, EncodeChanges)][1:] == [True] * 2
+        # Else the restart comes before the commit of what it has just received.
+        assert soon(lambda: "inference-1" in ledger.holding)
         other.restarted()
         assert soon(lambda: len(other.served) == 5) and other.bases[-1] is None
         assert train(run).sent == "elements"

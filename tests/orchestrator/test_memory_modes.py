@@ -131,7 +131,7 @@ def test_exit_needs_somebody_who_starts_it_again(run, monkeypatch):
 
 def test_ranks_command(tmp_path, monkeypatch):
     launch = {"endpoint": "tcp://h:1", "config": tmp_path / "t.json", "python": "py"}
-    rest = {"world_size": 4, "device": "cpu", "template": True}
+    rest = {"world_size": 4, "tier": "cpu", "template": True}
     alone = ranks_command(TrainerLaunch(**launch, prefix=("docker", "run", "-i", "img")), **rest)
     ranks = ["py", "-P", "-m", "trainer_node.launcher.ranks"]
     assert alone[:8] == ["docker", "run", "-i", "img", *ranks]

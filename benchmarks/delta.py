@@ -4,7 +4,7 @@ over slow links.
     bytes_over_floor  encoded bytes, over the entropy of what changed: for each tensor N * H(p) of
                       the positions, and changed * H(step) of the values; the peer is all tensors
     encode_rate       bytes of adapted tensors that a second encodes, with both merges and digests;
-                      the peer is one merge alone
+                      the peer is only one merge
     publish_s         encoding, transfer and verification over a link, by a real trainer and a real
                       vLLM; the peer is a resync of all tensors
     pause_s           the pause of the same publications

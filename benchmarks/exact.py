@@ -1,5 +1,5 @@
 """`trainer.numerics = "exact"` next to `"served"`: the same steps of the strict loop on a cluster
-of each, and the operations alone.
+of each, and single operations.
 
     max_logprob_difference  of a step's tokens, trainer against sampler: 0.0, or the switch is
                             broken

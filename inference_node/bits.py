@@ -142,8 +142,8 @@ def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     else:
         # vLLM only checks that so much is free: the size of its cache is given.
-        more = {"gpu_memory_utilization": 0.3, "attention_backend": "FLASH_ATTN"}
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        more = {"gpu_memory_utilization": 0.3, "attention_backend": names.EXACT_BACKEND}
+        os.environ.update(names.EXACT_ENVIRONMENT)
     try:
         result = record(options.model, options.dtype, **more)
     except ConfigError as error:

@@ -101,7 +101,7 @@ def encode_parts(
     *,
     word_bytes: int,
 ) -> list[Coding]:
-    """Encode parts of a buffer, each to a code of its own.
+    """Encode parts of a buffer, each to a separate code.
 
     The buffers may change afterwards. The host waits for a GPU three or four times: for the number
     of changes, for that of each part, and for that of the symbols of parts that change alike.

@@ -104,7 +104,8 @@ def exact_options(*, eager: bool) -> list[str]:
     """Options of `worker.exact` on a GPU, which replaces this backend: no compiler, but CUDA graphs
     of decoding."""
     graphs = {"mode": 0, "cudagraph_mode": "NONE" if eager else "FULL_DECODE_ONLY"}
-    return ["--attention-backend", "FLASH_ATTN", "--compilation-config", json.dumps(graphs)]
+    backend = ["--attention-backend", names.EXACT_BACKEND]
+    return [*backend, "--compilation-config", json.dumps(graphs)]
 
 
 def _search_path() -> str:
@@ -151,8 +152,8 @@ def environment(config: InferenceConfig, *, secret: str, watchdog_endpoint: str)
     env["PATH"] = _search_path()
     # The measured runs sample with PyTorch, without FlashInfer's sampler.
     env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    if config.exact:  # its sampler has torch's log-softmax, as the trainer
-        env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    if config.exact:
+        env |= names.EXACT_ENVIRONMENT
     if config.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, config.gpus))
     return env

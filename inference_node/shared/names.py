@@ -24,6 +24,10 @@ ALLOW_UNVERIFIED = "SPLICE_ALLOW_UNVERIFIED"
 """Environment variable: "1" if quantised weights may be reloaded that cannot be verified."""
 EXACT = "SPLICE_EXACT"
 """Environment variable: "1" if vLLM computes with `weight_transfer.exact`."""
+EXACT_BACKEND = "FLASH_ATTN"
+"""vLLM's attention backend on a GPU that `worker.exact` replaces."""
+EXACT_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+"""Of vLLM on a GPU then: this runner's sampler has torch's log-softmax, as the trainer."""
 RUN_TOKEN = "SPLICE_RUN_TOKEN"
 """Environment variable: the run's token, which only the node gets."""
 

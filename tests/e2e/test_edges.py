@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from orchestrator.protocol.messages import InitialSync, Resync
-from splice.client.run_file import RunFile
 from splice.cluster import Cluster
 from tests.e2e.batches import trained
-from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
+from tests.e2e.tiny_run import tiny_run
 
 pytestmark = pytest.mark.timeout(900)
 train = partial(trained, lr=5e-3)
@@ -45,19 +44,12 @@ def test_every_rank_sends_and_all_tensors_verify(
     replicas: int,
     publication: dict[str, Any],
 ) -> None:
-    run = RunFile(
-        name="tiny",
-        model=models[arch],
-        run_dir=tmp_path / "run",
+    run = tiny_run(
+        tmp_path,
+        models[arch],
         publication=publication,
-        trainer={"python": TRAINER_PYTHON, "parallel": parallel},
-        inference={
-            "python": INFERENCE_PYTHON,
-            "tensor_parallel": workers,
-            "replicas": replicas,
-            "max_model_len": 256,
-            "cpu_kv_cache_gb": 0.1,
-        },
+        trainer={"parallel": parallel},
+        inference={"tensor_parallel": workers, "replicas": replicas},
     )
     with Cluster(run) as cluster:
         results = [cluster.client.run(InitialSync(), timeout_s=300.0)]

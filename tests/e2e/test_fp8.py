@@ -23,8 +23,8 @@ from orchestrator.protocol.messages import (
 from splice.client.run_file import RunFile
 from splice.cluster import Cluster
 from tests.e2e.batches import PROMPT, as_batch
-from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
 from tests.e2e.servers import scored
+from tests.e2e.tiny_run import tiny_run
 
 pytestmark = pytest.mark.timeout(600)
 FP8 = ("--quantization", "fp8_per_channel")
@@ -35,20 +35,13 @@ def config(
 ) -> RunFile:
     workers = trainer.pop("workers", 1)
     lora = {"targets": ("q_proj", "k_proj", "v_proj", "o_proj")}
-    return RunFile(
-        name="tiny",
-        model=model,
-        run_dir=folder / "run",
+    return tiny_run(
+        folder,
+        model,
         dtype="bfloat16",
         publication={"mode": mode},
-        trainer={"python": TRAINER_PYTHON, "lora": lora, **trainer},
-        inference={
-            "python": INFERENCE_PYTHON,
-            "max_model_len": 256,
-            "cpu_kv_cache_gb": 0.1,
-            "extra_args": vllm,
-            "tensor_parallel": workers,
-        },
+        trainer={"lora": lora, **trainer},
+        inference={"extra_args": vllm, "tensor_parallel": workers},
     )
 
 

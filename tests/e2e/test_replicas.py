@@ -24,8 +24,8 @@ from orchestrator.protocol.messages import (
 from splice.client.run_file import RunFile
 from splice.cluster import Cluster
 from tests.e2e.batches import PROMPT, as_batch
-from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
 from tests.e2e.servers import scored, server_of
+from tests.e2e.tiny_run import tiny_run
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -62,19 +62,7 @@ def train(cluster: Cluster) -> dict[str, Any]:
 
 
 def run_of(model: Path, folder: Path, *, replicas: int, chain: bool = False) -> RunFile:
-    return RunFile(
-        name="tiny",
-        model=model,
-        run_dir=folder / "run",
-        publication={"chain": chain},
-        trainer={"python": TRAINER_PYTHON},
-        inference={
-            "python": INFERENCE_PYTHON,
-            "replicas": replicas,
-            "max_model_len": 256,
-            "cpu_kv_cache_gb": 0.1,
-        },
-    )
+    return tiny_run(folder, model, publication={"chain": chain}, inference={"replicas": replicas})
 
 
 def wait_serving(cluster: Cluster, node: str, name: str) -> None:

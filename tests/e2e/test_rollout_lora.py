@@ -17,8 +17,8 @@ from orchestrator.protocol.messages import InitialSync, Resync
 from splice.client.run_file import RunFile
 from splice.cluster import Cluster
 from tests.e2e.batches import PROMPT, trained
-from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
 from tests.e2e.servers import scored
+from tests.e2e.tiny_run import tiny_run
 
 pytestmark = pytest.mark.timeout(900)
 TAU = 1e-4
@@ -26,18 +26,8 @@ TAU = 1e-4
 
 
 def run_file(folder: Path, model: Path, **more: Any) -> RunFile:
-    tables: dict[str, Any] = {
-        "publication": {"rollout_weights": "lora"},
-        "trainer": {"python": TRAINER_PYTHON},
-        "inference": {
-            "python": INFERENCE_PYTHON,
-            "max_model_len": 256,
-            "cpu_kv_cache_gb": 0.1,
-        },
-    }
-    for table, values in more.items():
-        tables[table] |= values
-    return RunFile(name="tiny", model=model, run_dir=folder / "run", **tables)
+    publication = {"rollout_weights": "lora", **more.pop("publication", {})}
+    return tiny_run(folder, model, publication=publication, **more)
 
 
 train = partial(trained, lr=1e-2)

@@ -29,6 +29,8 @@ from weight_transfer.exact import kernels
 
 _FLAG = "splice_is_exact"
 """Attribute of Megatron's config: rotary embeddings are a function that gets only the config."""
+_TABLE = "splice_exact_table"
+"""Attribute of the angles, which Megatron makes once for a pass."""
 
 
 def use(model: Any, config: Any, device: torch.device) -> None:
@@ -83,13 +85,22 @@ def _silu(x: torch.Tensor) -> torch.Tensor:
     return kernels.differentiable(kernels.silu, functional.silu, x)
 
 
+def _table(freqs: torch.Tensor) -> torch.Tensor:
+    """The rotary table of these angles, made once for the layers that share them."""
+    if (found := getattr(freqs, _TABLE, None)) is None:
+        found = kernels.rotary_table(freqs[:, 0, 0, : freqs.shape[-1] // 2])
+        setattr(freqs, _TABLE, found)
+    table: torch.Tensor = found
+    return table
+
+
 def _rotary(ordinary: Any) -> Any:
     @functools.wraps(ordinary)
     def rotated(t: torch.Tensor, freqs: torch.Tensor, config: Any, **more: Any) -> torch.Tensor:
         """[N, A, D] of a pack; `freqs` are the angles of positions from 0 on, twice."""
         if not getattr(config, _FLAG, False):
             return ordinary(t, freqs, config=config, **more)
-        table = kernels.rotary_table(freqs[:, 0, 0, : freqs.shape[-1] // 2])
+        table = _table(freqs)
         bounds, places = more["cu_seqlens"], torch.arange(len(t), device=t.device)
         places = places - bounds[torch.bucketize(places, bounds, right=True) - 1]
         return kernels.rotate(t, table, places)

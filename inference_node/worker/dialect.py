@@ -90,8 +90,10 @@ def lora_name(model: torch.nn.Module, name: str) -> tuple[str, bool]:
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
-    if hasattr(mapper, "get_rename_mapper"):  # later versions: without stacking
-        mapper = mapper.get_rename_mapper()
+    for without_stacking in ("get_rename_mapper", "get_unstacked_mapper"):  # the latter: 0.26
+        if hasattr(mapper, without_stacking):
+            mapper = getattr(mapper, without_stacking)()
+            break
     return parse_fine_tuned_lora_name(name, mapper)
 
 

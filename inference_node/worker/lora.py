@@ -73,7 +73,7 @@ class Slots:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model, self._manager = model, dialect.lora_manager(model)
-        _unwrap_logits(model)
+        _unwrap_head(model)
         wrappers = set(map(id, self._manager.modules.values()))
         self._wrapped: list[tuple[torch.nn.Module, str, Any]] = [
             (parent, name, child)
@@ -167,15 +167,17 @@ class Slots:
                 matrix.masked_fill_(rest, 0)
 
 
-def _unwrap_logits(model: torch.nn.Module) -> None:
-    """Take the output layer's wrapper off for good.
+def _unwrap_head(model: torch.nn.Module) -> None:
+    """Take the output layer's wrappers off for good.
 
-    It fails on requests with prompt log-probs: it counts sampled tokens only (seen on 0.32). An
+    The logits' wrapper fails on requests with prompt log-probs: it counts sampled tokens only (seen
+    on 0.32). Without it nothing takes off the one that 0.26 puts around a tied `lm_head`. An
     adapter of `lm_head` is refused, so nothing is lost. This can go when vLLM counts all.
     """
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
-            if type(child).__name__ == "LogitsProcessorWithLoRA":
+            is_logits = type(child).__name__ == "LogitsProcessorWithLoRA"
+            if is_logits or (name == "lm_head" and hasattr(child, "base_layer")):
                 parent._modules[name] = child.base_layer  # type: ignore[union-attr, assignment]
 
 

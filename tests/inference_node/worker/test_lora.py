@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
 
+from inference_node.worker.lora import _unwrap_head
 from tests.inference_node import lora_engine
 from tests.inference_node.adapters import PREFIX
 from tests.inference_node.conftest import ENGINE_S, Run
@@ -31,3 +33,13 @@ def test_a_linear_that_vllm_has_no_adapter_for_is_refused_by_name(forked: Run) -
     found = forked(lora_engine.run, "qwen3", ("q_proj", "o_proj"), wrapped)
     assert f"{PREFIX}model.layers.0.self_attn.o_proj.lora_A.weight" in found.refused
     assert "trainer.lora.targets" in found.refused
+
+
+def test_the_wrapper_of_a_tied_head_comes_off_and_the_embeddings_stays() -> None:
+    """vLLM 0.26 wraps a tied embedding twice; the compiled layers know only the first wrapper."""
+    table, model, layers = torch.nn.Embedding(4, 2), torch.nn.Module(), torch.nn.Module()
+    layers.embed_tokens = VocabParallelEmbeddingWithLoRA(table)
+    model.model, model.lm_head = layers, VocabParallelEmbeddingWithLoRA(table)
+    _unwrap_head(model)
+    assert model.lm_head is table
+    assert isinstance(layers.embed_tokens, VocabParallelEmbeddingWithLoRA)

@@ -18,7 +18,7 @@ from orchestrator.processes.launch import Launcher
 from orchestrator.protocol.messages import Status
 from splice.client.clients import SpliceClient
 from splice.client.run_file import RUN_JSON, TOKEN, RunFile, absolute
-from splice.cluster.roles import Role, roles_of
+from splice.cluster.roles import Role, before_trainer, roles_of
 
 log = logging.getLogger("splice.cluster")
 OnWait = Callable[[str], None]
@@ -141,20 +141,29 @@ class Cluster:
         orchestrator, *nodes = roles_of(run, self.file)
         self._launch(orchestrator, restarts=self._orchestrator_restarts)
         endpoint = self._wait_endpoint(killed_one)
-        for role in nodes:
-            if role.kind == "router":
-                continue
-            more = ("--module", self._trainer_module)
-            if role.kind == "inference":
-                log_file = run.run_dir / "logs" / f"{role.name}.vllm.log"
-                more = ("--set", f"inference.log_file={log_file}")
-            self._launch(role, *more, restarts=self._node_restarts)
         self.client = SpliceClient(endpoint=endpoint, run_token=self.run_token).__enter__()
         try:
-            self._wait_ready()
+            first = before_trainer(run)
+            nodes = [role for role in nodes if role.kind != "router"]
+            for role in nodes:
+                if role.name in first:
+                    self._launch_node(role)
+            if first:
+                self._wait_ready(set(first), " before the trainer starts on the same GPU")
+            for role in nodes:
+                if role.name not in first:
+                    self._launch_node(role)
+            self._wait_ready({"trainer", *self._inference_ids})
         except BaseException:
             self.client.__exit__(None, None, None)
             raise
+
+    def _launch_node(self, role: Role) -> None:
+        more = ("--module", self._trainer_module)
+        if role.kind == "inference":
+            log_file = self.run.run_dir / "logs" / f"{role.name}.vllm.log"
+            more = ("--set", f"inference.log_file={log_file}")
+        self._launch(role, *more, restarts=self._node_restarts)
 
     def _launch(self, role: Role, *more: str, restarts: int) -> None:
         python = self.run.trainer.python
@@ -178,8 +187,8 @@ class Cluster:
             time.sleep(0.05)
         return path.read_text().strip()
 
-    def _wait_ready(self) -> None:
-        wanted, timeout_s = {"trainer", *self._inference_ids}, self.run.orchestrator.ready_timeout_s
+    def _wait_ready(self, wanted: set[str], why: str = "") -> None:
+        timeout_s = self.run.orchestrator.ready_timeout_s
         needs_all, deadline_s = self._needs_all, time.monotonic() + timeout_s
         while missing := wanted - _ready(self.client.status(timeout_s=30.0)):
             self.launcher.check(each=needs_all)
@@ -189,14 +198,13 @@ class Cluster:
             if not needs_all and may_go_on and (is_late or are_given_up):
                 log.warning("the run starts without %s", ", ".join(sorted(missing)))
                 return
-            self._on_wait(f"waiting for {', '.join(sorted(missing))}")
+            names = ", ".join(sorted(missing)) + why
+            self._on_wait(f"waiting for {names}")
             if is_late:
                 tails = "\n".join(
                     f"--- {n}:\n{self.launcher.nodes[n].log_tail(10)}" for n in sorted(missing)
                 )
-                raise NodeLost(
-                    f"not ready within {timeout_s:.0f} s: {', '.join(sorted(missing))}\n{tails}"
-                )
+                raise NodeLost(f"not ready within {timeout_s:.0f} s: {names}\n{tails}")
             time.sleep(0.25)
 
     @property

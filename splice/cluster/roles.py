@@ -124,6 +124,21 @@ def roles_of(
     ]
 
 
+def before_trainer(run: RunFile) -> list[str]:
+    """Return the inference nodes on a GPU of the trainer's, which must be ready before it starts.
+
+    vLLM measures the GPU's free memory and fails if another process releases some meanwhile, as
+    the trainer's probes do. vLLM takes a fraction of the GPU, and the trainer measures the rest.
+    """
+    if "cuda" not in (run.trainer.device, run.inference.device):
+        return []
+    return [
+        f"inference-{i}"
+        for i in range(run.inference.replicas)
+        if set(run.inference_config(i).gpus) & set(run.trainer.gpus)
+    ]
+
+
 def refuse_many_hosts(roles: Sequence[Role], *, launcher: str) -> None:
     """Refuse a trainer on several hosts, which only Slurm starts.
 

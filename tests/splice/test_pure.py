@@ -22,6 +22,7 @@ from splice.client.advantages import group_advantages
 from splice.client.batches import Completion, grpo_batch
 from splice.client.run_file import RunFile, build, set_value
 from splice.cluster import preflight, up
+from splice.cluster.roles import before_trainer
 from splice.smoke import config as smoke_config
 from splice.smoke.config import SmokeConfig, smoke_run
 from splice.smoke.display import Display
@@ -371,6 +372,7 @@ def test_a_smoke_on_gpus_uses_the_first_ones(tmp_path: Path) -> None:
     assert run.trainer.transport == run.inference.transport == run.publication.transport == "nccl"
     both = ("device=cuda", "trainer.gpus=[0]", "inference.gpus=[0]")
     shared = smoke_run(None, both, tiny=lambda: tmp_path)
+    assert before_trainer(run) == [] and before_trainer(shared) == ["inference-0"]
     assert shared.publication.transport == "tcp" and shared.inference.gpu_memory_utilization == 0.4
 
 

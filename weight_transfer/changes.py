@@ -1,7 +1,7 @@
 """An update of changed elements on the wire: each buffer of a layout as a code, or as it is.
 
     encode_buffer(old_B, new_B, ...)   on a rank, for each chunk or step: its messages
-    begin_encoding(old_B, new_B, ...)  the same, while threads compress
+    begin_encoding(old_B, new_B, ...)  the same, while the codes travel to host memory
     send_changes(groups, buffers)      a table of sizes and checksums first, then the messages
     receive_changes(group, buffers)    on a worker: everything, into host memory
     restore(messages, buffer_B)        makes a buffer of its old bytes, in place
@@ -63,6 +63,7 @@ PART_BYTES = 1 << 26
 that generates has little memory left."""
 AHEAD_BYTES = 1 << 25
 """Codes that threads read before they are applied. What they read takes some ten times as much."""
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 Buffers = Sequence[Sequence[Message]]
 """The messages of each chunk or step."""
 
@@ -91,7 +92,7 @@ def drop_zero_signs(floats_B: torch.Tensor, element_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """The messages of one buffer, whose codes threads compress."""
+    """The messages of one buffer, whose codes are on their way to host memory."""
 
     deliveries: Sequence[Delivery]
     codings: Sequence[delta.Coding]
@@ -105,9 +106,12 @@ class Encoding:
         return sum(one.changed for one in self.codings)
 
     @property
-    def held_bytes(self) -> int:
-        """Host memory that waits for the threads."""
-        return sum(one.held_bytes for one in self.codings)
+    def sent_bytes(self) -> int:
+        """Bytes on the wire to all peers."""
+        sizes = [one.end - one.begin for one in self.deliveries]
+        if self.codings:
+            sizes = [min(n, c.nbytes) for n, c in zip(sizes, self.codings, strict=True)]
+        return sum(n * max(1, len(d.peers)) for n, d in zip(sizes, self.deliveries, strict=True))
 
     def messages(self, fill: Callable[[], torch.Tensor]) -> list[Message]:
         """Wait for the threads.
@@ -122,10 +126,9 @@ class Encoding:
             ]
         messages, new_B = list[Message](), None
         for one, coding in zip(self.deliveries, self.codings, strict=True):
-            code = coding.code()
-            if len(code) < one.end - one.begin:
-                body_B = torch.from_numpy(np.frombuffer(bytearray(code), np.uint8))
-                crc = zlib.crc32(code)
+            if coding.nbytes < one.end - one.begin:
+                code, crc = coding.arrived()
+                body_B = torch.frombuffer(code, dtype=torch.uint8) if code else _NOTHING
                 messages.append(Message(delivery=one, nbytes=len(code), crc=crc, body_B=body_B))
                 continue
             new_B = fill() if new_B is None else new_B
@@ -135,19 +138,25 @@ class Encoding:
 
 
 def begin_encoding(
-    old_B: torch.Tensor, new_B: torch.Tensor, deliveries: Sequence[Delivery], *, word_bytes: int
+    old_B: torch.Tensor,
+    new_B: torch.Tensor,
+    deliveries: Sequence[Delivery],
+    *,
+    word_bytes: int,
+    tables: delta.Tables | None = None,
 ) -> Encoding:
-    """Begin to encode one buffer. Its bytes may change as soon as this returns.
+    """Begin to encode one buffer. Its bytes may change afterwards on the current stream.
 
     Args:
         deliveries: ascending and without overlap.
         word_bytes: 0 if the buffer travels as it is.
+        tables: as in `delta.encode_parts`.
     """
     if not word_bytes or not deliveries:
         crcs = [_crc(new_B, one) for one in deliveries]
         return Encoding(deliveries=deliveries, codings=(), crcs=crcs)
     parts = [(one.begin, one.end) for one in deliveries]
-    codings = delta.encode_parts(old_B, new_B, parts, word_bytes=word_bytes)
+    codings = delta.encode_parts(old_B, new_B, parts, word_bytes=word_bytes, tables=tables)
     return Encoding(deliveries=deliveries, codings=codings)
 
 

@@ -8,11 +8,11 @@
 A buffer is a row of words: bf16 elements, FP8 elements, or the halves of fp32 ones. The code has
 the gap before each changed word, and the step from the old word to the new one. A step counts
 neighbouring floats: the next larger value is one step away, whatever its exponent. Most steps of a
-small update are -1 or 1. A step or a gap takes a symbol, and Huffman's code (zlib's) shortens the
-symbols. Where gaps are long, their lower bytes are apart, because no code can shorten those.
+small update are -1 or 1. A step or a gap takes a symbol, and Huffman's code shortens the symbols
+(`deflate.py`). Where gaps are long, their lower bytes are apart, because no code can shorten those.
 
-Symbols are made on the buffer's device, and shortened and read on the host by several threads.
-`encode_parts` and `begin_applying` return while they work.
+Symbols are made and shortened on the buffer's device, and read on the host by several threads, with
+zlib. `encode_parts` and `begin_applying` return while threads work.
 
 Axes: B = bytes, C = changed words, S = symbols, W = words.
 """
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import struct
 import zlib
@@ -34,16 +35,20 @@ import numpy.typing as npt
 import torch
 
 from orchestrator.errors import TransferError
+from weight_transfer import deflate
+from weight_transfer.deflate import SYMBOLS, Table
 
 ESCAPE = 255
 """In gaps: add this, and the next symbol. In steps: the value is in another stream."""
 LONG_GAP, VERY_LONG_GAP = 384, 384 * 256
 """Mean gaps from which one, or two, lower bytes of each gap are apart."""
 SEGMENT = 1 << 20
-"""Symbols that one thread compresses at a time."""
+"""Symbols of one stream, which one thread reads."""
 MAX_THREADS = 16
 MOST_AT_ONCE = 1 << 23
 """Changes of several parts that a device encodes together. Each takes some 60 bytes meanwhile."""
+SAMPLE = 1 << 16
+"""Symbols from which a code is made."""
 _HEAD = struct.Struct("<4sBB6Q")
 """Magic, bytes of a word, lower bytes of a gap, changed words, symbols of the gaps, and the size of
 each stream."""
@@ -51,6 +56,8 @@ _MAGIC = b"spd1"
 _WORDS = {1: torch.int8, 2: torch.int16}
 _NO_CODE = (ValueError, IndexError, KeyError, struct.error, zlib.error)
 Symbols: TypeAlias = npt.NDArray[np.uint8]
+Tables: TypeAlias = dict[tuple[int, int], tuple[Table, ...]]
+"""Codes of gaps and of steps, by lower bytes of a gap and half octaves of the mean gap."""
 
 
 def encode(old_B: torch.Tensor, new_B: torch.Tensor, *, word_bytes: int) -> tuple[bytes, int]:
@@ -61,37 +68,22 @@ def encode(old_B: torch.Tensor, new_B: torch.Tensor, *, word_bytes: int) -> tupl
         word_bytes: 1 or 2.
     """
     (only,) = encode_parts(old_B, new_B, [(0, old_B.numel())], word_bytes=word_bytes)
-    return only.code(), only.changed
+    return bytes(only.arrived()[0]), only.changed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coding:
-    """A code whose streams threads compress."""
+    """A code that is on its way to host memory."""
 
     changed: int
     """Number of changed words."""
-    held_bytes: int = 0
-    """Host memory that it holds until then."""
-    word_bytes: int = 0
-    num_gaps: int = 0
-    gaps: Sequence[Future[bytes]] = ()
-    steps: Sequence[Future[tuple[bytes, bytes]]] = ()
-    """Of each segment: its symbols, compressed, and its escaped steps."""
-    low_CN: torch.Tensor | None = None
-    """Lower bytes of the gaps, in host memory."""
+    nbytes: int = 0
+    arriving: Future[tuple[bytearray, int]] | None = None
+    """The code and its CRC-32. None: nothing changed, so it is empty."""
 
-    def code(self) -> bytes:
-        """Wait for the threads; an empty code if nothing changed."""
-        if not self.changed:
-            return b""
-        gaps, steps = [one.result() for one in self.gaps], [one.result() for one in self.steps]
-        low = b"" if self.low_CN is None else self.low_CN.numpy().tobytes()
-        low_bytes = 0 if self.low_CN is None else self.low_CN.shape[1]
-        long_steps = b"".join(long for _, long in steps)
-        streams = (_joined(gaps), low, _joined([one for one, _ in steps]), long_steps)
-        sizes = map(len, streams)
-        head = _HEAD.pack(_MAGIC, self.word_bytes, low_bytes, self.changed, self.num_gaps, *sizes)
-        return b"".join((head, *streams))
+    def arrived(self) -> tuple[bytes | bytearray, int]:
+        """Wait for the code and its CRC-32."""
+        return (b"", 0) if self.arriving is None else self.arriving.result()
 
 
 def encode_parts(
@@ -100,15 +92,18 @@ def encode_parts(
     parts: Sequence[tuple[int, int]],
     *,
     word_bytes: int,
+    tables: Tables | None = None,
 ) -> list[Coding]:
     """Encode parts of a buffer, each to a separate code.
 
-    The buffers may change afterwards. The host waits for a GPU three or four times: for the number
-    of changes, for that of each part, and for that of the symbols of parts that change alike.
+    The buffers may change afterwards on the current stream. The host waits for a GPU four times:
+    for the number of changes and that of each part, and for the numbers of symbols and of bits of
+    parts that change alike.
 
     Args:
         old_B, new_B: as in `encode`.
         parts: [begin, end) of each in bytes, ascending and without overlap.
+        tables: what other buffers of an update used; more are added.
     """
     first, last = parts[0][0], parts[-1][1]
     dtype = _WORDS[word_bytes]
@@ -119,7 +114,9 @@ def encode_parts(
     codings = [Coding(changed=k - i) for i, k in found]
     for low_bytes, group in _groups(ends, found):
         here = [ends[n] for n in group], [found[n] for n in group]
-        changes = _Changes.of(old_W, new_W, at_C, *here, low_bytes=low_bytes)
+        changes = _Changes.of(
+            old_W, new_W, at_C, *here, low_bytes=low_bytes, tables={} if tables is None else tables
+        )
         for place, n in enumerate(group):
             codings[n] = changes.coding(place)
     return codings
@@ -150,16 +147,19 @@ def _groups(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Changes:
-    """The symbols of all parts, on their way to host memory."""
+    """The streams of all parts, on their way to host memory."""
 
     word_bytes: int
     found: Sequence[Sequence[int]]
     """First change of each part, and the one after its last."""
     placed: Sequence[Sequence[int]]
-    """The same of its gaps' symbols."""
-    gaps_S: torch.Tensor
+    """Of each part the first symbol of its gaps, the one after their last, and the escaped steps
+    before its end."""
+    streams: Sequence[Sequence[torch.Tensor]]
+    """Of each part's gaps, then of each part's steps: the segments."""
     low_CN: torch.Tensor | None
-    codes_C: torch.Tensor
+    """Lower bytes of the gaps."""
+    long_steps: torch.Tensor
     arrived: torch.cuda.Event | None
 
     @staticmethod
@@ -171,54 +171,115 @@ class _Changes:
         found: Sequence[Sequence[int]],
         *,
         low_bytes: int,
+        tables: Tables,
     ) -> _Changes:
-        """Make the symbols on the buffers' device.
+        """Make the streams on the buffers' device.
 
         Args:
             at_C: places of the buffer's changes, of which parts have `found`; none is empty.
         """
-        start = found[0][0]
-        at_C, found = at_C[start : found[-1][1]], [(i - start, k - start) for i, k in found]
+        if any(k != i for (_, k), (i, _) in itertools.pairwise(found)):  # some belong to no part
+            at_C = torch.cat([at_C[i:k] for i, k in found])
+        else:
+            at_C = at_C[found[0][0] : found[-1][1]]
+        until = list(itertools.accumulate((k - i for i, k in found), initial=0))
+        found = list(itertools.pairwise(until))
         rows = [(i, k - 1, begin) for (begin, _), (i, k) in zip(ends, found, strict=True)]
         firsts_D, lasts_D, begins_D = at_C.new_tensor(rows).unbind(1)
         gaps_C = at_C.clone()
         gaps_C[1:] -= at_C[:-1] + 1
         gaps_C[firsts_D] = at_C[firsts_D] - begins_D
         low = [(gaps_C >> 8 * n & 255).to(torch.uint8) for n in range(low_bytes)]
-        gaps_S, ends_C, counts_C = _runs(gaps_C >> 8 * low_bytes if low_bytes else gaps_C)
-        starts_D = ends_C[firsts_D] - counts_C[firsts_D]
-        placed = torch.stack((starts_D, ends_C[lasts_D]), 1).tolist()
+        gaps_C = gaps_C >> 8 * low_bytes if low_bytes else gaps_C
+        counts_C = torch.div(gaps_C, ESCAPE, rounding_mode="floor") + 1
+        ends_C = torch.cumsum(counts_C, 0)
         steps_C = _ordered(new_W[at_C]) - _ordered(old_W[at_C])
         steps_C = steps_C.to(old_W.dtype).int()
         codes_C = torch.where(steps_C > 0, 2 * steps_C - 2, -2 * steps_C - 1)  # 1, -1, 2, -2, ...
-        tensors = [gaps_S, codes_C.to(torch.int16), *([torch.stack(low, 1)] if low else [])]
-        (gaps_S, codes_C, *low), arrived = _to_host(tensors)
+        is_long_C = codes_C >= ESCAPE
+        long_C = is_long_C.cumsum(0)
+        starts_D = ends_C[firsts_D] - counts_C[firsts_D]
+        placed = torch.stack((starts_D, ends_C[lasts_D], long_C[lasts_D]), 1).tolist()
+        _, num_gaps, num_long = placed[-1]
+
+        symbols_S = codes_C.new_full((num_gaps + len(at_C),), ESCAPE)
+        symbols_S[ends_C - 1] = (gaps_C % ESCAPE).int()
+        symbols_S[num_gaps:] = codes_C.clamp(max=ESCAPE)
+        words = sum(end - begin for begin, end in ends)
+        key = low_bytes, round(2 * math.log2(words / len(at_C)))
+        both = tables.get(key) or tuple(map(_table, (symbols_S[:num_gaps], symbols_S[num_gaps:])))
+        if len(at_C) >= SAMPLE:  # else its own are better, and quickly made
+            tables[key] = both
+        symbols_S[num_gaps:] += SYMBOLS
+        streams = [(b, e, 0) for b, e, _ in placed]
+        streams += [(num_gaps + i, num_gaps + k, 1) for i, k in found]
+        pieces = [_segments(*stream) for stream in streams]
+        packed = deflate.pack(symbols_S, list(itertools.chain(*pieces)), both)
+
+        # Every step has a place; those with a symbol share the last one, which is dropped.
+        long_steps = codes_C.new_empty(num_long + 1, dtype=torch.int16)
+        if num_long:
+            long_steps[torch.where(is_long_C, long_C - 1, num_long)] = codes_C.to(torch.int16)
+        tensors = [memory for memory, _ in packed]
+        tensors += [long_steps[:-1], *([torch.stack(low, 1)] if low else [])]
+        copies, arrived = _to_host(tensors)
+        segments = iter(
+            [copy[b:e] for copy, (_, spans) in zip(copies, packed, strict=False) for b, e in spans]
+        )
         return _Changes(
             word_bytes=old_W.element_size(),
             found=found,
             placed=placed,
-            gaps_S=gaps_S,
-            low_CN=low[0] if low else None,
-            codes_C=codes_C,
+            streams=[list(itertools.islice(segments, len(one))) for one in pieces],
+            low_CN=copies[-1] if low else None,
+            long_steps=copies[len(packed)],
             arrived=arrived,
         )
 
     def coding(self, part: int) -> Coding:
-        """Have threads compress a part."""
-        (i, k), (b, e) = self.found[part], self.placed[part]
-        gaps, codes = (t.split(SEGMENT) for t in (self.gaps_S[b:e], self.codes_C[i:k]))
-        submit = _threads().submit
-        low_CN = None if self.low_CN is None else self.low_CN[i:k]
-        low_bytes = 0 if low_CN is None else low_CN.numel()
+        """Have a thread put a part's code together."""
+        (i, k), (b, e, until) = self.found[part], self.placed[part]
+        since = self.placed[part - 1][2] if part else 0
+        gaps, steps = self.streams[part], self.streams[len(self.found) + part]
+        low = [] if self.low_CN is None else [self.low_CN[i:k]]
+        streams = (_with_sizes(gaps), low, _with_sizes(steps), [self.long_steps[since:until]])
+        sizes = [sum(one.nbytes for one in stream) for stream in streams]
+        low_bytes = 0 if self.low_CN is None else self.low_CN.shape[1]
+        head = _HEAD.pack(_MAGIC, self.word_bytes, low_bytes, k - i, e - b, *sizes)
+        tensors = list(itertools.chain(*streams))
         return Coding(
             changed=k - i,
-            held_bytes=e - b + 2 * (k - i) + low_bytes,
-            word_bytes=self.word_bytes,
-            num_gaps=e - b,
-            gaps=[submit(_compress, one, self.arrived) for one in gaps],
-            steps=[submit(_compress_steps, one, self.arrived) for one in codes],
-            low_CN=low_CN,
+            nbytes=len(head) + sum(sizes),
+            arriving=_threads().submit(_joined, head, tensors, self.arrived),
         )
+
+
+def _table(symbols_S: torch.Tensor) -> Table:
+    return Table.of(symbols_S[:: -(-len(symbols_S) // SAMPLE)])
+
+
+def _segments(begin: int, end: int, table: int) -> list[deflate.Piece]:
+    cuts = [*range(begin, end, SEGMENT), end]
+    return [(b, e, table) for b, e in itertools.pairwise(cuts)]
+
+
+def _with_sizes(segments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The segments of a stream, and before them their sizes (uint32)."""
+    sizes = np.array([one.nbytes for one in segments], "<u4")
+    return [torch.from_numpy(sizes.view(np.uint8)), *segments]
+
+
+def _joined(
+    head: bytes, tensors: Sequence[torch.Tensor], arrived: torch.cuda.Event | None
+) -> tuple[bytearray, int]:
+    """A code and its CRC-32, as soon as its parts are there."""
+    if arrived is not None:
+        # Without its device, CUDA would make a context on GPU 0, some 500 MB for each rank.
+        torch.cuda.set_device(arrived.device)
+        arrived.synchronize()
+    parts = (one.reshape(-1).view(torch.uint8).numpy().data for one in tensors)
+    code = bytearray(b"").join((head, *parts))
+    return code, zlib.crc32(code)
 
 
 def _to_host(
@@ -355,20 +416,8 @@ def _ordered(words: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------ streams
 
 
-def _runs(lengths_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A length as ESCAPE as often as it contains it, then the rest.
-
-    Returns: the symbols; for each length the end of its symbols, and their number.
-    """
-    counts_C = torch.div(lengths_C, ESCAPE, rounding_mode="floor") + 1
-    ends_C = torch.cumsum(counts_C, 0)
-    symbols_S = lengths_C.new_full((int(ends_C[-1]),), ESCAPE, dtype=torch.uint8)
-    symbols_S[ends_C - 1] = (lengths_C % ESCAPE).to(torch.uint8)
-    return symbols_S, ends_C, counts_C
-
-
 def _lengths(symbols_S: Symbols, count: int) -> npt.NDArray[np.int64]:
-    """Undo `_runs`."""
+    """Lengths of which each is ESCAPE as often as it contains it, then the rest."""
     ends_C = np.flatnonzero(symbols_S != ESCAPE)
     if len(ends_C) != count or int(ends_C[-1]) + 1 != len(symbols_S):
         raise ValueError("its gaps are not as many as its changes")
@@ -379,35 +428,8 @@ def _lengths(symbols_S: Symbols, count: int) -> npt.NDArray[np.int64]:
     return gaps_C
 
 
-def _wait(arrived: torch.cuda.Event | None) -> None:
-    """Wait in a thread. Without its device, CUDA would make a context on GPU 0, some 500 MB for
-    each rank."""
-    if arrived is not None:
-        torch.cuda.set_device(arrived.device)
-        arrived.synchronize()
-
-
-def _compress(symbols_S: torch.Tensor, arrived: torch.cuda.Event | None = None) -> bytes:
-    _wait(arrived)
-    packer = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
-    return packer.compress(symbols_S.numpy().data) + packer.flush()
-
-
-def _compress_steps(codes_C: torch.Tensor, arrived: torch.cuda.Event | None) -> tuple[bytes, bytes]:
-    """The symbols of steps, compressed, and the codes (uint16) that have none."""
-    _wait(arrived)
-    codes = codes_C.numpy().view("<u2")
-    symbols = torch.from_numpy(np.minimum(codes, ESCAPE).astype(np.uint8))
-    return _compress(symbols), codes[codes >= ESCAPE].tobytes()
-
-
-def _joined(segments: Sequence[bytes]) -> bytes:
-    """Compressed segments: their sizes (uint32), then the segments."""
-    return b"".join((np.array([len(s) for s in segments], "<u4").tobytes(), *segments))
-
-
 def _unpacked(packed: memoryview, count: int) -> list[Future[Symbols]]:
-    """Have threads undo `_joined` of `count` symbols, by segments."""
+    """Have threads read the segments of `_with_sizes`, with `count` symbols."""
     num_segments = -(-count // SEGMENT)
     sizes = np.frombuffer(packed[: 4 * num_segments], "<u4").tolist()
     ends = np.cumsum([4 * num_segments, *sizes]).tolist()
@@ -431,7 +453,7 @@ def _decompress(packed: memoryview, count: int) -> Symbols:
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    """Threads that compress; zlib runs without the GIL."""
+    """Threads that read and copy; zlib runs without the GIL."""
     return ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "splice-delta")
 
 

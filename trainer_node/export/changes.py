@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeGuard
 
@@ -41,12 +43,11 @@ from weight_transfer.changes import (
     drop_zero_signs,
     whole,
 )
+from weight_transfer.delta import Tables
 from weight_transfer.digest import PreparedDigest
 from weight_transfer.edges import Delivery, Step, digest_of_pieces
 from weight_transfer.layout import VECTOR_BYTES, chunk_offsets, views_of
 
-HELD_BYTES = 1 << 28
-"""Host memory of symbols that wait for the threads which compress them."""
 Export: TypeAlias = WireExport | BridgeExport | Fp8Export | Fp8Steps
 """What fills the chunks of an update."""
 
@@ -289,17 +290,15 @@ class Published:
 
     @contextlib.contextmanager
     def old_buffers(
-        self, export: Export, room_B: torch.Tensor
-    ) -> Iterator[Callable[[int, torch.Tensor], torch.Tensor]]:
-        """Gives a function that makes the old bytes of a buffer, given its new ones.
-
-        Args:
-            room_B: where it may make them.
+        self, export: Export
+    ) -> Iterator[Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]]:
+        """Gives a function that makes the old bytes of a buffer, given its number, its new bytes
+        and memory where it may make them.
         """
         if not self._merges(export):
             self.forget()  # until the new bytes, which are kept now, have been sent
 
-            def replaced(k: int, new_B: torch.Tensor) -> torch.Tensor:
+            def replaced(k: int, new_B: torch.Tensor, room_B: torch.Tensor) -> torch.Tensor:
                 old_B = room_B[: new_B.numel()].copy_(self._kept[k], non_blocking=True)
                 self.keep(k, new_B)
                 return old_B
@@ -312,7 +311,7 @@ class Published:
         try:
             if export not in self._mergers:
                 self._mergers[export] = export.merged_with(self._old, self._present_rounding)
-            yield functools.partial(_merged_again, self._mergers[export], room_B)
+            yield functools.partial(_merged_again, self._mergers[export])
         finally:
             for _, host, old in self._olds.values():
                 if old is not host:
@@ -328,7 +327,7 @@ class Published:
 
 
 def _merged_again(
-    merger: Merger, room_B: torch.Tensor, k: int, new_B: torch.Tensor
+    merger: Merger, k: int, new_B: torch.Tensor, room_B: torch.Tensor
 ) -> torch.Tensor:
     """The new bytes, with everything that has an adapter merged with the old one."""
     if not merger.members(k):
@@ -358,44 +357,64 @@ class Encoded:
     """Returns the new bytes of a buffer once more."""
 
 
-class _Coding:
-    """Buffers that threads compress, and what they have finished.
+class _Encoder:
+    """Has a thread encode buffers, on a stream beside the current one, so that the device fills the
+    next buffers while the host waits for numbers of the last ones.
 
     Args:
         fill: returns the new bytes of a buffer once more.
     """
 
-    def __init__(self, count: int, fill: Callable[[int], torch.Tensor]) -> None:
-        self._fill = fill
-        self._begun: deque[tuple[int, Encoding]] = deque()
-        self._held = 0
-        self.buffers: list[Sequence[Message]] = [()] * count
-        self.elements = self.nbytes = 0
+    def __init__(self, layout: Layout, fill: Callable[[int], torch.Tensor]) -> None:
+        self._layout, self._fill = layout, fill
+        is_cuda = layout.device.type == "cuda"
+        self._stream = torch.cuda.Stream(layout.device) if is_cuda else None
+        self._tables: Tables = {}
+        self._begun = deque[Future[tuple[int, Encoding]]]()
+        self._done: dict[int, Encoding] = {}
+        self.sent_bytes = 0
+        """Of the buffers that `wait` has waited for."""
 
-    def add(self, k: int, encoding: Encoding) -> None:
-        """Leave buffer k to the threads; waits where they are far behind."""
-        self._begun.append((k, encoding))
-        self._held += encoding.held_bytes
-        while self._held > HELD_BYTES:
-            self._finish_one()
+    def add(
+        self, thread: ThreadPoolExecutor, k: int, old_B: torch.Tensor, new_B: torch.Tensor
+    ) -> None:
+        """Have buffer k encoded, as soon as the current stream has filled it."""
+        filled = None
+        if self._stream is not None:
+            filled = torch.cuda.current_stream(self._layout.device).record_event()
+        self._begun.append(thread.submit(self._encode, k, old_B, new_B, filled))
 
-    def exceeds(self, nbytes: int) -> bool:
-        """Whether all of it takes more bytes. Waits for the threads only if it may."""
-        if self.nbytes + self._held > nbytes:
-            self.finish()
-        return self.nbytes > nbytes
+    @torch.no_grad()
+    def _encode(
+        self, k: int, old_B: torch.Tensor, new_B: torch.Tensor, filled: torch.cuda.Event | None
+    ) -> tuple[int, Encoding]:
+        layout = self._layout
+        with torch.cuda.stream(self._stream):
+            if filled is not None:
+                filled.wait()
+            return k, begin_encoding(
+                layout.as_read(k, old_B),
+                new_B,
+                layout.deliveries(k),
+                word_bytes=layout.word_bytes(k),
+                tables=self._tables,
+            )
 
-    def finish(self) -> None:
-        """Wait for the threads."""
-        while self._begun:
-            self._finish_one()
+    def wait(self, left: int) -> None:
+        """Wait until `left` buffers are not encoded. The others may then change on this stream."""
+        while len(self._begun) > left:
+            k, encoding = self._begun.popleft().result()
+            self._done[k] = encoding
+            self.sent_bytes += encoding.sent_bytes
+            if self._stream is not None:
+                torch.cuda.current_stream(self._layout.device).wait_stream(self._stream)
 
-    def _finish_one(self) -> None:
-        k, encoding = self._begun.popleft()
-        self._held -= encoding.held_bytes
-        self.buffers[k] = encoding.messages(functools.partial(self._fill, k))
-        self.elements += encoding.changed
-        self.nbytes += sum(message.sent_bytes for message in self.buffers[k])
+    def messages(self) -> tuple[Buffers, int]:
+        """Of every buffer, and the number of changed words; `wait(0)` came before."""
+        buffers: list[Sequence[Message]] = [()] * self._layout.count
+        for k, encoding in self._done.items():
+            buffers[k] = encoding.messages(functools.partial(self._fill, k))
+        return buffers, sum(encoding.changed for encoding in self._done.values())
 
 
 @torch.no_grad()
@@ -404,8 +423,7 @@ def encode(
 ) -> Encoded:
     """Encode every buffer of this rank; `layout.export` has been started.
 
-    Threads compress a buffer while the device works on the next ones. It stops early after more
-    than `most_bytes`.
+    It stops early after more than `most_bytes`.
 
     Args:
         proves: digest the old tensors, also if this process has sent them.
@@ -414,29 +432,33 @@ def encode(
     export, count = layout.export, len(layout.manifest.tensors)
     digests_N = torch.zeros(count, dtype=torch.int64, device=layout.device)
     old_digests_N = torch.zeros_like(digests_N)
-    new_room_B, old_room_B = layout.room(), layout.room()
+    rooms = [(layout.room(), layout.room()) for _ in range(2)]
     digests = published.digests(layout)
     again = published.kept if published.keeps(layout) else layout.filled
-    coding = _Coding(layout.count, again)
-    with published.old_buffers(export, old_room_B) as old_bytes:
-        for k in range(layout.count):
-            if not layout.sizes[k] or coding.exceeds(most_bytes):
-                continue
-            new_B, word_bytes = layout.filled(k, new_room_B), layout.word_bytes(k)
+    encoder, filled = _Encoder(layout, again), (k for k in range(layout.count) if layout.sizes[k])
+    with (
+        ThreadPoolExecutor(1, "splice-encode") as thread,
+        published.old_buffers(export) as old_bytes,
+    ):
+        for k, (new_room_B, old_room_B) in zip(filled, itertools.cycle(rooms), strict=False):
+            encoder.wait(len(rooms) - 1)
+            if encoder.sent_bytes > most_bytes:
+                break
+            new_B = layout.filled(k, new_room_B)
             digests.add(layout, k, new_B, digests_N)
-            old_B = old_bytes(k, new_B)
+            old_B = old_bytes(k, new_B, old_room_B)
             if proves:
                 digests.add(layout, k, old_B, old_digests_N)
-            old_B, deliveries = layout.as_read(k, old_B), layout.deliveries(k)
-            coding.add(k, begin_encoding(old_B, new_B, deliveries, word_bytes=word_bytes))
-        coding.finish()
+            encoder.add(thread, k, old_B, new_B)
+        encoder.wait(0)
+    buffers, elements = encoder.messages()
     return Encoded(
         version=version,
         layout=layout,
-        buffers=coding.buffers,
+        buffers=buffers,
         digests_N=digests_N.cpu(),
         old_digests_N=old_digests_N.cpu() if proves else None,
-        elements=coding.elements,
-        nbytes=coding.nbytes,
+        elements=elements,
+        nbytes=sum(message.sent_bytes for messages in buffers for message in messages),
         fill=again,
     )

@@ -229,8 +229,9 @@ def check_small_and_large_changes(
     move(trainer, 0.5)
     large = encode(layout, published, version=8, most_bytes=EVERYTHING)
     assert small.nbytes < large.nbytes <= layout.manifest.nbytes
-    stopped = encode(layout, published, version=8, most_bytes=1)
-    assert 1 < stopped.nbytes < large.nbytes and not stopped.buffers[-1]
+    if layout.count > 2:  # two are encoded at a time
+        stopped = encode(layout, published, version=8, most_bytes=1)
+        assert 1 < stopped.nbytes < large.nbytes and not stopped.buffers[-1]
 
 
 def check_what_is_not_read(layout: Layout, published: Published) -> None:

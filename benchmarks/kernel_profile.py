@@ -82,4 +82,10 @@ def table_of(step: Callable[[], object], device: str) -> str:
     lines += [
         f"{seconds[name]:10.4f} s {len(kernels[name]):8d}    {name[:120]}" for name in slowest
     ]
+    if device == "cuda":
+        on_host = sorted(profiled.key_averages(), key=lambda e: -e.self_cpu_time_total)[:MOST]
+        lines.append("the host's time, without what is called")
+        lines += [
+            f"{e.self_cpu_time_total / 1e6:10.4f} s {e.count:8d}    {e.key[:120]}" for e in on_host
+        ]
     return "\n".join(lines) + "\n"

@@ -12,6 +12,7 @@ Axes: P = pieces, S = symbols, W = words of 32 bits.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -42,7 +43,9 @@ class Table:
     head: int
     """The bits, lowest first."""
     head_bits: int
-    _on: dict[torch.device, torch.Tensor] = field(default_factory=dict, repr=False)
+    _on: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict, repr=False
+    )
 
     @staticmethod
     def of(sample_S: torch.Tensor) -> Table:
@@ -64,16 +67,20 @@ class Table:
         head = int.from_bytes(np.packbits(bits.astype(np.uint8), bitorder="little"), "little")
         return Table(_entries(lengths), head=head, head_bits=HEAD_BITS)
 
-    def on(self, device: torch.device) -> torch.Tensor:
-        """The entries there, int32."""
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """There: the entries, int32, and the bits before the first symbol in words, int64."""
         if device not in self._on:
-            self._on[device] = torch.from_numpy(self.entries).int().to(device)
+            words = [self.head >> at & 0xFFFFFFFF for at in range(0, self.head_bits, 32)]
+            entries = torch.from_numpy(self.entries).int()
+            self._on[device] = entries.to(device), torch.tensor(words).to(device)
         return self._on[device]
 
-    @property
-    def head_words(self) -> list[int]:
-        """The bits before the first symbol, as words."""
-        return [self.head >> at & 0xFFFFFFFF for at in range(0, self.head_bits, 32)]
+
+def on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on a GPU, or the tensor. A copy of pageable memory would wait for the stream."""
+    if device.type != "cuda":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _bits(value: int, count: int) -> list[int]:
@@ -128,7 +135,7 @@ def pack(
 
     Returns: memory on the symbols' device, uint8, and where in it successive pieces begin and end.
     """
-    entries = torch.cat([table.on(symbols_S.device) for table in tables])
+    entries = torch.cat([table.on(symbols_S.device)[0] for table in tables])
     groups = list[list[Piece]]()
     for piece in pieces:
         if not groups or piece[1] - groups[-1][0][0] > MOST_AT_ONCE:
@@ -144,10 +151,14 @@ def _packed(
     of = [tables[table] for _, _, table in pieces]
     ends = [int(one.entries[END]) for one in of]
     rows = [
-        (end - first - 1, end - begin, one.head_bits, code & 15, code >> 4)
-        for (begin, end, _), one, code in zip(pieces, of, ends, strict=True)
+        (end - first - 1, one.head_bits, code & 15, code >> 4)
+        for (_, end, _), one, code in zip(pieces, of, ends, strict=True)
     ]
-    last_P, count_P, head_P, end_length_P, end_P = torch.tensor(rows).to(device).unbind(1)
+    heads = [one.on(device)[1] for one in of]
+    places = [(n, 32 * i) for n, head in enumerate(heads) for i in range(len(head))]
+    numbers = on(torch.tensor([*itertools.chain(*rows, *places)]), device)
+    last_P, head_P, end_length_P, end_P = numbers[: 4 * len(rows)].view(-1, 4).unbind(1)
+    piece_H, offset_H = numbers[4 * len(rows) :].view(-1, 2).unbind(1)
     entry_S = entries.index_select(0, symbols_S)
     length_S = entry_S & 15
     until_S = length_S.cumsum(0)
@@ -158,11 +169,10 @@ def _packed(
     base_P = 32 * (words_P.cumsum(0) - words_P)
     moved_P = base_P + head_P - before_P
     at_S = until_S - length_S
-    at_S += moved_P.repeat_interleave(count_P, output_size=symbols_S.numel())
-    heads = [(n, 32 * i, w) for n, one in enumerate(of) for i, w in enumerate(one.head_words)]
-    piece_H, offset_H, head_H = torch.tensor(heads).to(device).unbind(1)
+    number_S = torch.arange(symbols_S.numel(), device=device)
+    at_S += moved_P[torch.bucketize(number_S, last_P.contiguous())]
     at = torch.cat((at_S, base_P + bits_P - end_length_P, base_P[piece_H] + offset_H))
-    value = torch.cat(((entry_S >> 4).long(), end_P, head_H))
+    value = torch.cat(((entry_S >> 4).long(), end_P, *heads))
     sizes = torch.stack((base_P, bits_P), 1).tolist()
     count = (sizes[-1][0] + sizes[-1][1] + 31) // 32
     # The bits of a word are disjoint, so their sum is their union; it wraps as int32.

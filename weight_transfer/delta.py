@@ -110,7 +110,7 @@ def encode_parts(
     old_W, new_W = old_B[first:last].view(dtype), new_B[first:last].view(dtype)
     ends = [((begin - first) // word_bytes, (end - first) // word_bytes) for begin, end in parts]
     at_C = (old_W != new_W).nonzero().view(-1)
-    found = torch.searchsorted(at_C, at_C.new_tensor(ends)).tolist()
+    found = torch.searchsorted(at_C, deflate.on(torch.tensor(ends), at_C.device)).tolist()
     codings = [Coding(changed=k - i) for i, k in found]
     for low_bytes, group in _groups(ends, found):
         here = [ends[n] for n in group], [found[n] for n in group]
@@ -185,7 +185,7 @@ class _Changes:
         until = list(itertools.accumulate((k - i for i, k in found), initial=0))
         found = list(itertools.pairwise(until))
         rows = [(i, k - 1, begin) for (begin, _), (i, k) in zip(ends, found, strict=True)]
-        firsts_D, lasts_D, begins_D = at_C.new_tensor(rows).unbind(1)
+        firsts_D, lasts_D, begins_D = deflate.on(torch.tensor(rows), at_C.device).unbind(1)
         gaps_C = at_C.clone()
         gaps_C[1:] -= at_C[:-1] + 1
         gaps_C[firsts_D] = at_C[firsts_D] - begins_D
@@ -327,8 +327,8 @@ class Applying:
         except _NO_CODE as error:
             raise _not_readable(self.nbytes, error) from None
         words_W, device = buffer_B.view(_WORDS[read.word_bytes]), buffer_B.device
-        at_C = _on(read.at_C, device).long()
-        codes_C = _on(read.codes_C, device).int() & 0xFFFF
+        at_C = deflate.on(read.at_C, device).long()
+        codes_C = deflate.on(read.codes_C, device).int() & 0xFFFF
         steps_C = torch.where(codes_C & 1 > 0, -(codes_C + 1 >> 1), (codes_C >> 1) + 1)
         moved_C = (_ordered(words_W[at_C]) + steps_C).to(words_W.dtype)
         words_W[at_C] = _ordered(moved_C).to(words_W.dtype)
@@ -399,12 +399,6 @@ def _not_readable(nbytes: int, error: Exception) -> TransferError:
         f"the changed elements of a buffer of {nbytes:,} bytes cannot be decoded: {error}; the "
         "next update brings everything"
     )
-
-
-def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if device.type != "cuda":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _ordered(words: torch.Tensor) -> torch.Tensor:

@@ -182,6 +182,8 @@ class Published:
     def __init__(self, model: Model, *, most_bytes: int) -> None:
         self._model, self._most_bytes = model, most_bytes
         self._is_cuda = model.device.type == "cuda"
+        self.stream = torch.cuda.Stream(model.device) if self._is_cuda else None
+        """On which changes are encoded. Memory of one stream serves no other."""
         self._has_deltas = model.config.serves_merged and not model.trains_all
         self._version: int | None = None
         self._of: Export | None = None
@@ -363,12 +365,16 @@ class _Encoder:
 
     Args:
         fill: returns the new bytes of a buffer once more.
+        stream: that stream, of a GPU.
     """
 
-    def __init__(self, layout: Layout, fill: Callable[[int], torch.Tensor]) -> None:
-        self._layout, self._fill = layout, fill
-        is_cuda = layout.device.type == "cuda"
-        self._stream = torch.cuda.Stream(layout.device) if is_cuda else None
+    def __init__(
+        self,
+        layout: Layout,
+        fill: Callable[[int], torch.Tensor],
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        self._layout, self._fill, self._stream = layout, fill, stream
         self._tables: Tables = {}
         self._begun = deque[Future[tuple[int, Encoding]]]()
         self._done: dict[int, Encoding] = {}
@@ -435,7 +441,8 @@ def encode(
     rooms = [(layout.room(), layout.room()) for _ in range(2)]
     digests = published.digests(layout)
     again = published.kept if published.keeps(layout) else layout.filled
-    encoder, filled = _Encoder(layout, again), (k for k in range(layout.count) if layout.sizes[k])
+    encoder = _Encoder(layout, again, published.stream)
+    filled = (k for k in range(layout.count) if layout.sizes[k])
     with (
         ThreadPoolExecutor(1, "splice-encode") as thread,
         published.old_buffers(export) as old_bytes,

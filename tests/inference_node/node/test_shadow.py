@@ -130,7 +130,7 @@ def test_the_swap_waits_behind_the_step_under_way_and_no_token_goes_under_the_wr
             spanned = True
             made = torch.tensor([x for row in after for x in row["token_logprobs"]])
             rest = torch.tensor(wanted["token_logprobs"][len(values) :])
-            assert len(made) == len(rest) and (made - rest).abs()[0] > 1e-3
+            assert len(made) == len(rest) and (made - rest).abs()[0] > 2e-4
             break
     dense.join()  # the sender is the part's
     assert spanned

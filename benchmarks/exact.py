@@ -11,8 +11,8 @@ SPLICE_BENCH_MODEL is the folder of a pretrained model; without it SPLICE_BENCH_
 has random weights. SPLICE_BENCH_STEPS (20) steps have SPLICE_BENCH_PROMPTS (128; 4 on a CPU)
 prompts of 32 tokens, each with 4 answers of SPLICE_BENCH_ANSWER_TOKENS (128; 16 on a CPU) tokens.
 On a GPU, 20 steps so have 1.3 million sampled tokens. SPLICE_BENCH_PARTS (run,operations) is what
-runs, SPLICE_BENCH_PEERS (served; empty: none) the peer of the cluster. The
-operations are those of the 8B's shape on a GPU.
+runs, SPLICE_BENCH_PEERS (served; empty: none) the peer of the cluster. The operations are those of
+the 8B's shape on a GPU.
 """
 
 from __future__ import annotations

@@ -48,11 +48,6 @@ class Message:
         """Whether it stands for changes of the old bytes."""
         return self.nbytes < self.delivery.end - self.delivery.begin
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes on the wire to all peers."""
-        return self.nbytes * max(1, len(self.delivery.peers))
-
     def row(self) -> tuple[int, int]:
         """Its row in the table."""
         return self.nbytes, self.crc

@@ -72,7 +72,7 @@ class Table:
         if device not in self._on:
             words = [self.head >> at & 0xFFFFFFFF for at in range(0, self.head_bits, 32)]
             entries = torch.from_numpy(self.entries).int()
-            self._on[device] = entries.to(device), torch.tensor(words).to(device)
+            self._on[device] = on(entries, device), on(torch.tensor(words), device)
         return self._on[device]
 
 

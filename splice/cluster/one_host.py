@@ -144,14 +144,12 @@ class Cluster:
         self.client = SpliceClient(endpoint=endpoint, run_token=self.run_token).__enter__()
         try:
             first = before_trainer(run)
-            for role in nodes:
-                if role.kind == "inference" or (role.kind == "trainer" and not first):
-                    self._launch_node(role)
-            if first:
-                self._wait_ready(set(first), " before the trainer starts on the same GPU")
-                for role in nodes:
-                    if role.kind == "trainer":
-                        self._launch_node(role)
+            for role in sorted(nodes, key=lambda role: role.kind == "trainer"):
+                if role.kind == "router":
+                    continue
+                if role.kind == "trainer" and first:
+                    self._wait_ready(set(first), " before the trainer starts on the same GPU")
+                self._launch_node(role)
             self._wait_ready({"trainer", *self._inference_ids})
         except BaseException:
             self.client.__exit__(None, None, None)

@@ -360,7 +360,7 @@ class Encoded:
 
 
 class _Encoder:
-    """Has a thread encode buffers, on a stream beside the current one, so that the device fills the
+    """Has a thread encode buffers, on a second stream, so that the device fills the
     next buffers while the host waits for numbers of the last ones.
 
     Args:
@@ -470,6 +470,6 @@ def encode(
         digests_N=digests_N.cpu(),
         old_digests_N=old_digests_N.cpu() if proves else None,
         elements=elements,
-        nbytes=sum(message.sent_bytes for messages in buffers for message in messages),
+        nbytes=encoder.sent_bytes,
         fill=again,
     )

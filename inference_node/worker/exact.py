@@ -5,11 +5,12 @@ bf16.
 
 vLLM's own kernels (oneDNN or cuBLAS products, paged attention) give a token other bits with another
 batch. These methods are replaced, of vLLM 0.32 on a CPU, of 0.26 and 0.33 on a GPU: the products of
-linears and of the output layer, RMSNorm, SwiGLU, rotary embeddings, and attention with its KV
-cache, whose keys and values are kept as they are. A layer of another kind is refused when vLLM
-builds it. vLLM's sampler stays as it is.
+linears and of the output layer, RMSNorm, SwiGLU, rotary embeddings, experts and their choice, and
+attention with its KV cache, whose keys and values are kept as they are. A layer of another kind is
+refused when vLLM builds it. vLLM's sampler stays as it is.
 
-Axes: see `weight_transfer.exact.kernels`; B = requests, S = slots of a block of the cache.
+Axes: see `weight_transfer.exact.kernels` and `experts`; B = requests, S = slots of a block of the
+cache.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ import torch
 from torch import nn
 
 from orchestrator.errors import ConfigError
-from weight_transfer.exact import kernels
+from weight_transfer.exact import experts, kernels
 
 
 def install() -> None:
     """Replace the methods, once."""
     from vllm.model_executor.layers import activation, layernorm
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.rotary_embedding import base
     from vllm.platforms import current_platform
 
@@ -36,14 +38,20 @@ def install() -> None:
         (base.RotaryEmbedding, _rotate),
     ):
         cls.forward_cpu = cls.forward_cuda = cls.forward_native = method
+    RoutedExperts.forward_modular = _experts
     (_install_on_cpu if current_platform.is_cpu() else _install_on_gpu)()
 
 
 def _install_on_cpu() -> None:
     from vllm.model_executor.layers import utils as layer_utils
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
     from vllm.v1.attention.backends import cpu_attn
 
     layer_utils.dispatch_cpu_unquantized_gemm = _product
+    # Experts' weights stay as they are loaded.
+    cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = lambda *_: None
+    CPURouter._compute_routing = _route
     impl = cpu_attn.CPUAttentionBackendImpl
     if impl.forward is not _attend:
         impl.__init__ = _checked(impl.__init__)
@@ -52,10 +60,13 @@ def _install_on_cpu() -> None:
 
 def _install_on_gpu() -> None:
     from vllm.model_executor.layers import linear, vocab_parallel_embedding
+    from vllm.model_executor.layers.fused_moe.router import fused_topk_router, gate_linear
     from vllm.v1.attention.backends import flash_attn
 
     linear.UnquantizedLinearMethod.apply = _multiply
     vocab_parallel_embedding.UnquantizedEmbeddingMethod.apply = _multiply
+    gate_linear.GateLinear.forward = linear.ReplicatedLinear.forward
+    fused_topk_router.FusedTopKRouter._compute_routing = _route
     impl = flash_attn.FlashAttentionImpl
     if impl.forward is not _attend_on_gpu:
         impl.__init__ = _checked(impl.__init__)
@@ -75,8 +86,8 @@ def _product(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = kernels.linear
 
 
-def _check(weight: torch.Tensor, dtype: torch.dtype) -> None:
-    if weight.dim() != 2 or weight.dtype is not dtype:
+def _check(weight: torch.Tensor, dtype: torch.dtype, dims: int = 2) -> None:
+    if weight.dim() != dims or weight.dtype is not dtype:
         raise _refuse(f"a weight of shape {tuple(weight.shape)} in {weight.dtype}")
     if why := kernels.obstacle(tuple(weight.shape), weight.device):
         raise _refuse(f"this host: {why}")
@@ -100,6 +111,33 @@ def _norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> A
 def _swiglu(_: Any, x: torch.Tensor) -> torch.Tensor:
     gate, up = x.chunk(2, dim=-1)
     return kernels.silu(gate) * up
+
+
+def _route(
+    router: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if router.scoring_func != "softmax" or not router.renormalize:
+        raise _refuse("routing by other than the softmax of the chosen experts' logits")
+    experts_TK = experts.chosen(router_logits, router.top_k)
+    return experts.shares(router_logits.gather(1, experts_TK)), experts_TK
+
+
+def _experts(
+    layer: Any,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> torch.Tensor:
+    method = layer.quant_method
+    backend = getattr(getattr(method, "unquantized_backend", None), "name", type(method).__name__)
+    if backend not in ("CPU", "TRITON") or layer.activation.value != "silu":
+        raise _refuse(f"experts of vLLM's backend {backend} with {layer.activation}")
+    dtype = torch.float32 if x.device.type == "cpu" else torch.bfloat16
+    for weight in (layer.w13_weight, layer.w2_weight):
+        _check(weight, dtype, dims=3)
+    return experts.mlp(x, topk_weights, topk_ids, layer.w13_weight, layer.w2_weight)
 
 
 def _table(rotary: Any, device: torch.device) -> torch.Tensor:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-FAMILIES = ("llama", "qwen2", "qwen3")
-"""`model_type` of the dense models whose every operation has an exact form."""
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""`model_type` of the models whose every operation has an exact form."""
 VOCAB_STEP = 4
 """Numbers of 16 bytes, which torch's log-softmax on a GPU reads at a time."""
 Obstacle = tuple[str, str] | None
@@ -71,11 +71,13 @@ def model_obstacle(model: Mapping[str, Any], device: str) -> Obstacle:
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     layers = set(model.get("layer_types") or ()) - {"full_attention"}
-    experts = next((k for k in _EXPERTS if model.get(k)), "")
+    experts = next((k for k in _EXPERTS if model.get(k) and family != "qwen3_moe"), "")
+    shares = family == "qwen3_moe" and not model.get("norm_topk_prob")
     windows = bool(layers) or bool(model.get("use_sliding_window"))
     biases = family == "llama" and (model.get("attention_bias") or model.get("mlp_bias"))
     return _first(
-        (bool(experts), f"experts ({experts})", "whose sum over experts has no exact form here"),
+        (bool(experts), f"experts ({experts})", "for which no exact form was tested"),
+        (shares, "norm_topk_prob = false", "because a sum over all experts has no exact form here"),
         (bool(model.get("kv_lora_rank")), "multi-latent attention",
          "which the decoder computes with absorbed products, and the trainer without"),
         ("linear_attention" in layers, "the gated delta rule",

@@ -39,21 +39,25 @@ def ran(argv: list[Any]) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def sampler(models, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def sampler(request, models, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """The arguments of the trainer's side, after vLLM has run."""
     file = tmp_path_factory.mktemp("bits") / "sampler.safetensors"
-    common = ["--model", models["qwen3"], "--device", "cpu", "--dtype", "float32", "--exact"]
+    model = models[getattr(request, "param", "qwen3")]
+    common = ["--model", model, "--device", "cpu", "--dtype", "float32", "--exact"]
     done = ran([INFERENCE_PYTHON, "-m", "inference_node.bits", *common, "--out", file])
     assert done.returncode == 0, done.stderr[-3000:]
     return [*common, "--sampler", file]
 
 
-def test_every_operation_is_equal(sampler, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("sampler", "operations"), [("qwen3", 17), ("qwen3_moe", 16)], indirect=["sampler"]
+)
+def test_every_operation_is_equal(sampler, operations, tmp_path) -> None:
     report = tmp_path / "report.json"
     done = ran([sys.executable, "-m", "trainer_node.tools.bits", *sampler, "--out", report])
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     found = json.loads(report.read_text())
-    assert found["first"] == "" and len(found["rows"]) == 17
+    assert found["first"] == "" and len(found["rows"]) == operations
     assert {row["differing"] for row in found["rows"]} == {0}
     assert found["rows"][-1]["operation"] == "sampled_log_probs"
 

@@ -71,13 +71,15 @@ def test_other_options_of_vllm_are_not_refused() -> None:
     InferenceConfig(model=MODEL, name="tiny", exact=True, extra_args=options)
 
 
+MIXTURE = {"model_type": "qwen3_moe", "num_experts": 8, "norm_topk_prob": True}
 QWEN3 = {"model_type": "qwen3", "hidden_act": "silu", "rope_theta": 1e6, "attention_bias": False}
 
 
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"model_type": "qwen3_moe", "num_experts": 8}, "experts"),
+        ({"model_type": "olmoe", "num_experts": 8, "norm_topk_prob": True}, "experts"),
+        (MIXTURE | {"norm_topk_prob": False}, "norm_topk_prob = false"),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "multi-latent attention"),
         (
             {"layer_types": ["linear_attention", "full_attention"]},
@@ -93,7 +95,7 @@ QWEN3 = {"model_type": "qwen3", "hidden_act": "silu", "rope_theta": 1e6, "attent
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_model_is_refused(changes, what) -> None:
-    assert model_obstacle(QWEN3, "cpu") is None
+    assert model_obstacle(QWEN3, "cpu") is model_obstacle(QWEN3 | MIXTURE, "cuda") is None
     found = model_obstacle(QWEN3 | changes, "cpu")
     assert found is not None and found[0].startswith(what) and found[1]
 

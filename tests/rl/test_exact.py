@@ -22,11 +22,11 @@ ROWS = [{"prompt": [5 + k, 17, 33, 101, 7] * (1 + 3 * k)} for k in range(4)]
 LOSS, OPTIM = LossSpec(name="truncated_importance_sampling"), OptimParams(lr=5e-3)
 
 
-@pytest.fixture(scope="module")
-def exact(models, tmp_path_factory) -> Iterator[Cluster]:
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+def exact(request, models, tmp_path_factory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("exact") / "run"
     with tiny_cluster(
-        models["qwen3"],
+        models[request.param],
         folder,
         trainer={"numerics": "exact", "lora": {"rank": 4, "alpha": 8}},
         publication={"pause_mode": "keep_kv"},

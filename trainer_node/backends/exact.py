@@ -1,11 +1,12 @@
 """Lets a built Megatron model compute with `weight_transfer.exact`: `numerics = "exact"`.
 
 The model consists of the CPU tier's modules (`cpu_te`), on a GPU as well. The products of linears,
-norms, SwiGLU, rotary embeddings and attention get the bits that vLLM has with
-`inference_node.worker.exact`. `trainer_node.training.head` does the same for the output layer and
-the log-softmax. Backward passes are Megatron's own.
+norms, SwiGLU, rotary embeddings, attention and routers get the bits that vLLM has with
+`inference_node.worker.exact`. `trainer_node.model.experts` does the same for experts, and
+`trainer_node.training.head` for the output layer and the log-softmax. Backward passes are
+Megatron's own.
 
-Axes: see `weight_transfer.exact.kernels`.
+Axes: see `weight_transfer.exact.kernels` and `experts`.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from megatron.core.extensions.transformer_engine import (
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import attention
+from megatron.core.transformer.moe.router import TopKRouter
 from torch.nn import functional
 
 from orchestrator.errors import ConfigError
 from trainer_node.backends.cpu_attention import attend
-from weight_transfer.exact import kernels
+from weight_transfer.exact import experts, kernels
 
 _FLAG = "splice_is_exact"
 """Attribute of Megatron's config: rotary embeddings are a function that gets only the config."""
@@ -55,6 +57,9 @@ def use(model: Any, config: Any, device: torch.device) -> None:
             module.normed = functools.partial(_norm, module, "layer_norm_weight")
         if isinstance(module, TEDotProductAttention):
             module.forward = functools.partial(_attend, module)
+        if isinstance(module, TopKRouter):
+            module.gating = functools.partial(_gating, module)
+            module.routing = functools.partial(_routing, module)
     config.activation_func = _silu
     setattr(config, _FLAG, True)
     if not hasattr(attention.apply_rotary_pos_emb, "__wrapped__"):
@@ -81,8 +86,35 @@ def _norm(module: Any, name: str, x: torch.Tensor) -> torch.Tensor:
     return kernels.differentiable(functools.partial(kernels.rms_norm, eps=eps), ordinary, x, weight)
 
 
+@functools.wraps(functional.silu)
 def _silu(x: torch.Tensor) -> torch.Tensor:
     return kernels.differentiable(kernels.silu, functional.silu, x)
+
+
+def _gating(router: Any, x: torch.Tensor) -> torch.Tensor:
+    return kernels.product(x, router.weight)
+
+
+def _routing(
+    router: Any, logits: torch.Tensor, padding_mask: None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's shares, [T, E], and its experts, [T, E]; a batch may say which those are."""
+    logits_TE = logits.view(-1, logits.shape[-1])
+
+    def choose(scores_TE: torch.Tensor, top_k: int, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        experts_TK = experts.chosen(scores_TE, top_k)
+        return scores_TE.gather(1, experts_TK), experts_TK
+
+    replay = router.router_replay
+    _, experts_TK = replay.get_replay_topk(logits_TE.detach(), router.topk, None, None, choose)
+    experts_TK = experts_TK.sort(dim=1).values
+    shares_TK = kernels.differentiable(
+        experts.shares, lambda top_TK: top_TK.float().softmax(1), logits_TE.gather(1, experts_TK)
+    )
+    nothing_TE = torch.zeros_like(logits_TE, dtype=torch.float32)
+    return nothing_TE.scatter(1, experts_TK, shares_TK), nothing_TE.bool().scatter(
+        1, experts_TK, True
+    )
 
 
 def _table(freqs: torch.Tensor) -> torch.Tensor:

@@ -21,17 +21,21 @@ experts, H = hidden size, F = an expert's inner size, R = rank, padded to a mult
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from orchestrator.errors import ConfigError
 from trainer_node.adapters import products
 from trainer_node.adapters.lora import AdapterSet, ExpertAdapter
 from trainer_node.model.grouped import GateUp, grouped_matmul, grouped_outer
+from weight_transfer.exact import experts as exact
+from weight_transfer.exact import kernels
 
 STEP = 8
 """Elements of bf16 in 16 bytes: grouped products need strides in such steps."""
@@ -173,18 +177,19 @@ class _ExpertMlp(torch.autograd.Function):
         """`probs`: [T, K], or [N] where the rows are the input's own. `params`: A and B of gate, up
         and down. With `is_served` the weights have their products already."""
         fc1, fc2 = (None, None) if is_served else _factors(params, scale, x_TH.dtype)
+        does = EXACT if stacked.is_exact else ORDINARY
         rows_NH = rows.gather(x_TH)
-        y_N2F = grouped_matmul(rows_NH, stacked.fc1_E2FH.transpose(1, 2), rows.ends_E)
+        y_N2F = does.product(rows_NH, stacked.fc1_E2FH, rows.ends_E)
         h_NQ = None if fc1 is None else fc1.hidden(rows_NH, rows)
         del rows_NH
-        act_NF = swiglu(_gate_up(y_N2F, h_NQ, fc1, probs, rows))
-        out_NH = grouped_matmul(act_NF, stacked.fc2_EHF.transpose(1, 2), rows.ends_E)
+        act_NF = does.swiglu(_gate_up(y_N2F, h_NQ, fc1, probs, rows))
+        out_NH = does.product(act_NF, stacked.fc2_EHF, rows.ends_E)
         if fc2 is not None:
             h_NR = fc2.hidden(act_NF, rows)
             add_product_(out_NH, h_NR, fc2.lora_B_EOQ, rows.ends_E, keeps_all=True)
         ctx.rows, ctx.stacked, ctx.scale, ctx.is_served = rows, stacked, scale, is_served
         ctx.save_for_backward(x_TH, probs, y_N2F, h_NQ, *params)
-        return rows.combine(out_NH)
+        return out_NH if rows.row_TK is None else does.combine(out_NH, rows.row_TK)
 
     @staticmethod
     def backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
@@ -336,6 +341,23 @@ def combine(y_NH: torch.Tensor, row_TK: torch.Tensor) -> torch.Tensor:
     return y_NH[row_TK].to(wide).sum(1).to(y_NH.dtype)
 
 
+class _Operations(NamedTuple):
+    """Of a forward pass without adapters."""
+
+    product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    """Rows [N, I], weights [E, O, I] and ends_E -> [N, O]."""
+    swiglu: Callable[[GateUp], torch.Tensor]
+    combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+ORDINARY = _Operations(
+    lambda x_NI, w_EOI, ends_E: grouped_matmul(x_NI, w_EOI.transpose(1, 2), ends_E), swiglu, combine
+)
+EXACT = _Operations(
+    exact.product, lambda inner: exact.swiglu(inner.y_N2F, inner.probs_N), exact.combined
+)
+
+
 # ---------------------------------------------------------------- in Megatron's layer
 
 
@@ -347,13 +369,20 @@ class StackedExperts:
     Args:
         layer: Megatron's MoELayer.
         adapters: all of the model; those of the layer's linear_fc1 and linear_fc2 count.
+        is_exact: whether the forward pass has the bits of `weight_transfer.exact.experts`.
+
+    Raises:
+        ConfigError: a product is not exact on this host.
     """
 
-    def __init__(self, layer: Any, adapters: AdapterSet) -> None:
-        self.layer = layer
+    def __init__(self, layer: Any, adapters: AdapterSet, *, is_exact: bool = False) -> None:
+        self.layer, self.is_exact = layer, is_exact
         self.use(adapters)
         self.fc1_E2FH = _stack(layer.experts.linear_fc1, layer.num_local_experts)
         self.fc2_EHF = _stack(layer.experts.linear_fc2, layer.num_local_experts)
+        for weight in (self.fc1_E2FH, self.fc2_EHF) if is_exact else ():
+            if why := kernels.obstacle(tuple(weight.shape), weight.device):
+                raise ConfigError(f"numerics = 'exact' does not go with this host: {why}")
         if layer.ep_group.size() == 1:
             layer.forward = torch.compiler.disable(self.layer_forward)
         else:
@@ -432,7 +461,8 @@ def obstacle(config: Any, device: torch.device) -> str | None:
     a GPU. Experts that every token takes stay Megatron's.
     """
     sizes = (config.hidden_size, config.moe_ffn_hidden_size)
-    if not config.gated_linear_unit or config.activation_func is not functional.silu:
+    activation = inspect.unwrap(config.activation_func)
+    if not config.gated_linear_unit or activation is not functional.silu:
         return "their activation is not SwiGLU"
     if config.activation_func_clamp_value is not None or config.glu_linear_offset:
         return "their SwiGLU is clamped or shifted"

@@ -36,7 +36,11 @@ def trainable(
     device: torch.device,
 ) -> tuple[AdapterSet, list[TrainedParam], list[StackedExperts]]:
     """Hook adapters on the frozen module; with finetuning_type "full" let the module itself train.
-    Returns what trains, and the layers whose experts are stacked."""
+    Returns what trains, and the layers whose experts are stacked.
+
+    Raises:
+        ConfigError: the experts have no exact form.
+    """
     trains_all = config.finetuning_type == "full"
     adapters = AdapterSet(
         tasks=() if trains_all else tasks,
@@ -51,9 +55,13 @@ def trainable(
     )
     adapters.attach()
     if not trains_all:
-        experts = []
-        if experts_obstacle(config, provider, device, module, adapters) is None:
-            experts = [StackedExperts(layer, adapters) for layer in moe_layers(module)]
+        experts, is_exact = [], config.numerics == "exact"
+        why = experts_obstacle(config, provider, device, module, adapters)
+        if why is None:
+            layers = moe_layers(module)
+            experts = [StackedExperts(layer, adapters, is_exact=is_exact) for layer in layers]
+        elif is_exact:
+            raise ConfigError(f"numerics = 'exact' does not go with these experts: {why}")
         return adapters, adapters.params(), experts
     module.requires_grad_(True)
     params = model_parameters(module, tasks, config=provider, bridge=bridge, checkpoint=checkpoint)

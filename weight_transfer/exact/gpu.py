@@ -45,25 +45,32 @@ def _rows_of(x: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------- products
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "tiles_n"])
 def _linear_kernel(
-    x_ptr, w_ptr, out_ptr, num_rows, OUT: tl.constexpr, IN: tl.constexpr,
+    x_ptr, w_ptr, out_ptr, tiles_ptr, num_rows, tiles_n, OUT: tl.constexpr, IN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, GROUP: tl.constexpr,
+    EXPERTS: tl.constexpr,
 ):  # fmt: skip # many constants
     # Programs that run at the same time share rows and weights: GROUP tiles of rows together.
-    tiles_n, tiles_o = tl.cdiv(num_rows, BLOCK_N), tl.cdiv(OUT, BLOCK_O)
+    tiles_o = tl.cdiv(OUT, BLOCK_O)
     program = tl.program_id(0)
     first_n = program // (GROUP * tiles_o) * GROUP
     high = tl.minimum(tiles_n - first_n, GROUP)
     tile_n = first_n + program % (GROUP * tiles_o) % high
     tile_o = program % (GROUP * tiles_o) // high
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    low, features = tile_n * BLOCK_N, IN
+    if EXPERTS:  # a tile's rows are those of one expert; the last tiles have none
+        w_ptr += tl.load(tiles_ptr + 3 * tile_n) * OUT * IN
+        low = tl.load(tiles_ptr + 3 * tile_n + 1)
+        num_rows = tl.load(tiles_ptr + 3 * tile_n + 2)
+        features = tl.where(low < num_rows, IN, 0)
+    n = low + tl.arange(0, BLOCK_N)
     o = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
     i = tl.arange(0, BLOCK_I)
     x_ptrs = x_ptr + n.to(tl.int64)[:, None] * IN + i[None, :]
     w_ptrs = w_ptr + o.to(tl.int64)[None, :] * IN + i[:, None]
     total = tl.zeros((BLOCK_N, BLOCK_O), dtype=tl.float32)
-    for first in range(0, IN, BLOCK_I):
+    for first in range(0, features, BLOCK_I):
         here = first + i < IN
         x = tl.load(x_ptrs + first, mask=(n < num_rows)[:, None] & here[None, :], other=0.0)
         w = tl.load(w_ptrs + first, mask=(o < OUT)[None, :] & here[:, None], other=0.0)
@@ -84,44 +91,96 @@ def linear(
     Args:
         tile: one of `TILES`; None: the one that suits the sizes.
     """
-    rows, weight_OI = _rows_of(x), weight_OI.contiguous()
-    num, (out, into) = len(rows), weight_OI.shape
+    rows = _rows_of(x)
+    result = _multiply(rows, weight_OI, None, tile or _tile(len(rows), len(weight_OI)))
+    return result.view(*x.shape[:-1], len(weight_OI))
+
+
+def grouped_linear(
+    x_NI: torch.Tensor,
+    weight_EOI: torch.Tensor,
+    ends_E: torch.Tensor,
+    *,
+    tile: tuple[int, ...] | None = None,
+) -> torch.Tensor:
+    """Each row times its expert's weight, [N, O]; the host does not wait.
+
+    Args:
+        ends_E: int32; the row after each expert's last one.
+        tile: as in `linear`.
+    """
+    experts, out = weight_EOI.shape[:2]
+    rows = _rows_of(x_NI)
+    tile = tile or _tile(len(rows), out, most=len(rows) // experts)
+    return _multiply(rows, weight_EOI, _tiles(ends_E, len(rows), tile[0]), tile)
+
+
+def _multiply(
+    rows: torch.Tensor, weight: torch.Tensor, tiles: torch.Tensor | None, tile: tuple[int, ...]
+) -> torch.Tensor:
+    num, (out, into) = len(rows), weight.shape[-2:]
     result = rows.new_empty(num, out)
+    high, wide, deep, warps, stages = tile
+    tiles_n = triton.cdiv(num, high) if tiles is None else len(tiles)
     if num:
-        high, wide, deep, warps, stages = tile or _tile(num, out)
-        _linear_kernel[(_programs(num, out, high, wide),)](
-            rows, weight_OI, result, num, out, into, high, wide, deep, 8,
-            num_warps=warps, num_stages=stages,
+        _linear_kernel[(tiles_n * triton.cdiv(out, wide),)](
+            rows, weight.contiguous(), result, rows if tiles is None else tiles, num, tiles_n,
+            out, into, high, wide, deep, 8, tiles is not None, num_warps=warps, num_stages=stages,
         )  # fmt: skip # many arguments
-    return result.view(*x.shape[:-1], out)
+    return result
 
 
-def _programs(num: int, out: int, high: int, wide: int) -> int:
-    return triton.cdiv(num, high) * triton.cdiv(out, wide)
+def _tiles(ends_E: torch.Tensor, num: int, high: int) -> torch.Tensor:
+    """Expert, first row, and the row after the last one, of as many tiles as there can be: the last
+    ones may be empty. int64."""
+    ends_E = ends_E.long()
+    counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+    tiles_E = (counts_E + high - 1) // high
+    until_E = tiles_E.cumsum(0)
+    tile = torch.arange(num // high + min(num, len(ends_E)), device=ends_E.device)
+    expert = torch.searchsorted(until_E, tile, right=True).clamp_(max=len(ends_E) - 1)
+    low = (ends_E - counts_E)[expert] + (tile - (until_E - tiles_E)[expert]) * high
+    return torch.stack((expert, low, ends_E[expert]), dim=1)
 
 
-def _tile(num: int, out: int) -> tuple[int, ...]:
-    fits = (tile for tile in TILES if _programs(num, out, *tile[:2]) >= PROGRAMS)
-    return next(fits, TILES[-1])
+def _tile(num: int, out: int, *, most: int | None = None) -> tuple[int, ...]:
+    """The tile for a product; of at most 64 or `most` rows."""
+    for tile in TILES:
+        high, wide = tile[:2]
+        is_small = most is None or high <= max(64, most)
+        if is_small and triton.cdiv(num, high) * triton.cdiv(out, wide) >= PROGRAMS:
+            return tile
+    return TILES[-1]
 
 
 @functools.cache
-def obstacle(shape_OI: tuple[int, int], device: torch.device) -> str:
-    """Why products with a weight of this shape are not exact on this GPU; empty: they are."""
+def obstacle(shape: tuple[int, ...], device: torch.device) -> str:
+    """Why products with a weight of this shape, [O, I], or [E, O, I] of experts, are not exact on
+    this GPU; empty: they are."""
     generator = torch.Generator(device).manual_seed(0)
     settings = {"generator": generator, "device": device, "dtype": torch.bfloat16}
-    weight_OI = torch.randn(shape_OI, **settings)  # type: ignore[call-overload]
-    x = torch.randn(150, shape_OI[1], **settings)  # type: ignore[call-overload]
+    weight = torch.randn(shape[-2:], **settings)  # type: ignore[call-overload]
+    x = torch.randn(150, shape[-1], **settings)  # type: ignore[call-overload]
     where = f"on {torch.cuda.get_device_name()}, with Triton {triton.__version__}"
+    multiply = linear if len(shape) == 2 else _by_the_second
     try:
-        want = linear(x, weight_OI)
-        found = [linear(x.roll(5, 0), weight_OI, tile=tile).roll(-5, 0) for tile in TILES]
-        found.append(torch.cat([linear(part, weight_OI) for part in x.split((1, 70, 79))]))
+        want = multiply(x, weight)
+        found = [multiply(x.roll(5, 0), weight, tile=tile).roll(-5, 0) for tile in TILES]
+        found.append(torch.cat([multiply(part, weight) for part in x.split((1, 70, 79))]))
     except triton.runtime.errors.OutOfResources as error:
-        return f"a product of shape {shape_OI} does not fit {where}: {error}"
+        return f"a product of shape {shape} does not fit {where}: {error}"
     if all(torch.equal(want, one) for one in found):
         return ""
-    return f"a product of shape {shape_OI} depends on a row's tile {where}"
+    return f"a product of shape {shape} depends on a row's tile {where}"
+
+
+def _by_the_second(
+    x: torch.Tensor, weight_OI: torch.Tensor, *, tile: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """Rows times the weight of the second of three experts; the others have a row each."""
+    ends = torch.tensor([1, 1 + len(x), 2 + len(x)], dtype=torch.int32, device=x.device)
+    rows = torch.cat((x[:1], x, x[:1]))
+    return grouped_linear(rows, weight_OI.expand(3, -1, -1), ends, tile=tile)[1:-1]
 
 
 # ---------------------------------------------------------------- norms

@@ -49,7 +49,7 @@ def linear(
 ) -> torch.Tensor:
     """[..., I] -> [..., O]."""
     if x.is_cuda:
-        out = _gpu().linear(x, weight_OI)
+        out = on_gpu().linear(x, weight_OI)
         return out if bias_O is None else out + bias_O
     x_NI = x.reshape(-1, x.shape[-1])
     num, weight_IO = len(x_NI), weight_OI.t()
@@ -62,10 +62,10 @@ def linear(
     out_NO = out_NO[:num]
     if bias_O is not None:
         out_NO = out_NO + bias_O
-    return out_NO.view(*x.shape[:-1], -1)
+    return out_NO.view(*x.shape[:-1], len(weight_OI))
 
 
-def _gpu() -> Any:
+def on_gpu() -> Any:
     """`gpu`: Triton is loaded where there is a GPU."""
     from weight_transfer.exact import gpu
 
@@ -73,11 +73,13 @@ def _gpu() -> Any:
 
 
 @functools.cache
-def obstacle(shape_OI: tuple[int, int], device: torch.device) -> str:
-    """Why products with a weight of this shape are not exact on this host; empty: they are."""
+def obstacle(shape: tuple[int, ...], device: torch.device) -> str:
+    """Why products with a weight of this shape, [O, I], or [E, O, I] of experts, are not exact on
+    this host; empty: they are."""
     if device.type == "cuda":
-        found: str = _gpu().obstacle(shape_OI, device)
+        found: str = on_gpu().obstacle(shape, device)
         return found
+    shape_OI = shape[-2:]
     generator = torch.Generator().manual_seed(0)
     weight_OI = torch.randn(shape_OI, generator=generator)
     x = torch.randn(ROWS, shape_OI[1], generator=generator)
@@ -95,7 +97,7 @@ def obstacle(shape_OI: tuple[int, int], device: torch.device) -> str:
 def rms_norm(x: torch.Tensor, gamma_H: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm over the last axis (Zhang and Sennrich 2019)."""
     if x.is_cuda:
-        normed: torch.Tensor = _gpu().rms_norm(x, gamma_H, eps)
+        normed: torch.Tensor = on_gpu().rms_norm(x, gamma_H, eps)
         return normed
     size = x.shape[-1]
     squares = linear(x * x, x.new_ones(_ONES, size))[..., :1]
@@ -137,8 +139,8 @@ def rotary_table(angles: torch.Tensor) -> torch.Tensor:
 def rotate(x_NAD: torch.Tensor, table_PD: torch.Tensor, places_N: torch.Tensor) -> torch.Tensor:
     """Turn the halves of each head (Su et al. 2021) by the angles of its token's position."""
     if x_NAD.is_cuda:
-        on_gpu: torch.Tensor = _Rotate.apply(x_NAD, table_PD, places_N)
-        return on_gpu
+        turned: torch.Tensor = _Rotate.apply(x_NAD, table_PD, places_N)
+        return turned
     cos, sin = table_PD[places_N][:, None].chunk(2, dim=-1)
     first, second = x_NAD.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -151,13 +153,13 @@ class _Rotate(torch.autograd.Function):
     ) -> torch.Tensor:
         """[N, A, D] -> [N, A, D]"""
         ctx.save_for_backward(table_PD, places_N)
-        turned: torch.Tensor = _gpu().rotate(x_NAD, table_PD, places_N)
+        turned: torch.Tensor = on_gpu().rotate(x_NAD, table_PD, places_N)
         return turned
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Turn the gradient back."""
-        return _gpu().rotate(grads[0], *ctx.saved_tensors, sign=-1.0), None, None
+        return on_gpu().rotate(grads[0], *ctx.saved_tensors, sign=-1.0), None, None
 
 
 def attend_pack(
@@ -175,7 +177,7 @@ def attend_pack(
         most: tokens of the longest sequence.
     """
     if query_NAD.is_cuda:
-        packed: torch.Tensor = _gpu().attend(
+        packed: torch.Tensor = on_gpu().attend(
             query_NAD, key_NGD, value_NGD, starts=starts, most=most, scale=scale
         )
         return packed

@@ -92,6 +92,13 @@ def check_interpreted() -> None:
     assert torch.allclose(few, functional.linear(x[:5], weight), atol=1e-4)
     for tile in gpu.TILES:
         assert torch.allclose(gpu.linear(x, weight, tile=tile), x @ weight.t(), atol=1e-4)
+    stacked, ends = torch.randn(4, 72, 96), torch.tensor([30, 30, 95, 100], dtype=torch.int32)
+    want = [a @ w.t() for a, w in zip(x.tensor_split(ends[:-1].long()), stacked, strict=True)]
+    for tile in (None, *gpu.TILES):
+        found = gpu.grouped_linear(x, stacked, ends, tile=tile)
+        assert torch.allclose(found, torch.cat(want), atol=1e-4)
+    one = gpu.grouped_linear(x[:1], stacked, torch.tensor([0, 0, 1, 1], dtype=torch.int32))
+    assert torch.allclose(one, x[:1] @ stacked[2].t(), atol=1e-4)
     from weight_transfer.exact import kernels
 
     query = torch.randn(50, 8 * 32)[:, 32:128].unflatten(-1, (3, 32))
@@ -141,6 +148,37 @@ def test_a_product_is_the_same_in_any_batch(shape) -> None:
     assert torch.equal(torch.cat([kernels.linear(row[None], weight) for row in x[:40]]), whole[:40])
     right = functional.linear(x.double(), weight.double())
     assert ((whole.double() - right) / right.norm(dim=-1, keepdim=True)).abs().max() < 2e-3
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize(
+    ("count", "top_k", "hidden", "inner"), [(8, 2, 64, 32), (128, 8, 2048, 768)]
+)
+def test_a_mixture_is_the_same_in_any_batch(count, top_k, hidden, inner) -> None:
+    from weight_transfer.exact import experts, kernels
+
+    torch.manual_seed(0)
+    x, router = torch.randn(1500, hidden, **BF16), torch.randn(count, hidden, **BF16)
+    fc1 = torch.randn(count, 2 * inner, hidden, **BF16) / hidden**0.5
+    fc2 = torch.randn(count, hidden, inner, **BF16) / inner**0.5
+    assert {kernels.obstacle(tuple(w.shape), w.device) for w in (fc1, fc2)} == {""}
+
+    def layer(rows: torch.Tensor) -> torch.Tensor:
+        logits = kernels.linear(rows, router) / hidden**0.5
+        chosen = experts.chosen(logits, top_k)
+        return experts.mlp(rows, experts.shares(logits.gather(1, chosen)), chosen, fc1, fc2)
+
+    whole, order = layer(x), torch.randperm(1500, device="cuda")
+    assert torch.equal(layer(x[order]), whole[order])
+    assert torch.equal(torch.cat([layer(part) for part in x.split((1, 2, 61, 300, 1136))]), whole)
+    assert torch.equal(torch.cat([layer(row[None]) for row in x[:40]]), whole[:40])
+    logits = kernels.linear(x[:40], router).double() / hidden**0.5
+    top, number = logits.topk(top_k, dim=1)
+    for row in range(40):
+        gate, up = (fc1[number[row]].double() @ x[row].double()).chunk(2, dim=1)
+        outs = (fc2[number[row]].double() @ (functional.silu(gate) * up)[..., None])[..., 0]
+        want = (top[row].softmax(0)[:, None] * outs).sum(0)
+        assert (whole[row].double() - want).norm() < 0.02 * want.norm()
 
 
 @pytest.mark.gpu1

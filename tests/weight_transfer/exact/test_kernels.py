@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from weight_transfer.exact import bits, kernels
+from weight_transfer.exact import bits, experts, kernels
 
 HEADS, GROUPS, SIZE, LENGTH = 6, 3, 32, 150
 
@@ -66,6 +66,47 @@ def test_a_row_is_the_same_in_any_batch(name) -> None:
     assert torch.equal(torch.cat([exact(row[None]) for row in x]), whole)
     assert torch.equal(torch.cat([exact(x[:40]), exact(x[40:])]), whole)
     assert torch.allclose(whole, ordinary(x), rtol=1e-5, atol=1e-5)
+
+
+def mixture(x: torch.Tensor, top_k: int = 3) -> torch.Tensor:
+    """With 5 experts, of which the last one is nobody's."""
+    logits = kernels.linear(x, WEIGHT[:5])
+    logits[:, 4] -= 100
+    chosen = experts.chosen(logits, top_k)
+    fc1, fc2 = WEIGHT[:160].view(5, 32, 96), WEIGHT[-80:].view(5, 96, 16)
+    return experts.mlp(x, experts.shares(logits.gather(1, chosen)), chosen, fc1, fc2)
+
+
+def test_a_mixture_is_the_same_in_any_batch() -> None:
+    x = torch.randn(77, 96)
+    whole, order = mixture(x), torch.randperm(77)
+    assert torch.equal(mixture(x[order]), whole[order])
+    assert torch.equal(torch.cat([mixture(row[None]) for row in x]), whole)
+    logits = x @ WEIGHT[:4].t()
+    top, number = logits.topk(3, dim=1)
+    want = torch.zeros_like(x)
+    for row, (share, chosen) in enumerate(zip(top.softmax(1), number, strict=True)):
+        for p, e in zip(share, chosen, strict=True):
+            gate, up = (WEIGHT[:160].view(5, 32, 96)[e] @ x[row]).chunk(2)
+            want[row] += p * (WEIGHT[-80:].view(5, 96, 16)[e] @ (functional.silu(gate) * up))
+    assert torch.allclose(whole, want, rtol=1e-4, atol=1e-4)
+
+
+def test_of_equal_logits_the_lower_experts_are_chosen() -> None:
+    logits = torch.tensor([[2.0, 1.0, 2.0, 1.0, 1.0], [-0.0, 0.0, -1.0, -3.0, -1.0]])
+    for dtype in (torch.float32, torch.bfloat16):
+        assert experts.chosen(logits.to(dtype), 3).tolist() == [[0, 1, 2], [0, 1, 2]]
+    many = torch.randn(200, 64).bfloat16().sort(dim=1).values
+    for top_k in (1, 8):
+        found = experts.chosen(many, top_k)
+        # With equal ones that are as large as the least chosen one, the first of them.
+        least = many.gather(1, found).amin(1, keepdim=True)
+        taken = torch.zeros_like(many, dtype=torch.bool).scatter(1, found, True)
+        assert bool(((many > least) <= taken).all())
+        equal, first = many == least, (many == least).cumsum(1)
+        assert bool(
+            (taken == ((many > least) | (equal & (first <= (equal & taken).sum(1, True))))).all()
+        )
 
 
 def test_an_ordinary_product_is_not() -> None:

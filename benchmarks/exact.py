@@ -12,7 +12,7 @@ has random weights. SPLICE_BENCH_STEPS (20) steps have SPLICE_BENCH_PROMPTS (128
 prompts of 32 tokens, each with 4 answers of SPLICE_BENCH_ANSWER_TOKENS (128; 16 on a CPU) tokens.
 On a GPU, 20 steps so have 1.3 million sampled tokens. SPLICE_BENCH_PARTS (run,operations) is what
 runs, SPLICE_BENCH_PEERS (served; empty: none) the peer of the cluster. The operations are those of
-the 8B's shape on a GPU.
+the 8B's shape on a GPU, and experts those of the 30B's, next to the trainer's own form.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from benchmarks.timing import seconds
 from orchestrator.protocol.messages import InitialSync
 from splice.cluster import Cluster
 from splice.rl import LoopConfig, SamplingConfig, Step
-from weight_transfer.exact import kernels
+from trainer_node.model import experts as ordinary
+from trainer_node.model.grouped import GateUp
+from weight_transfer.exact import experts, kernels
 
 NUMERICS = ("exact", "served") if os.environ.get("SPLICE_BENCH_PEERS", "served") else ("exact",)
 PROMPT_TOKENS = 32
@@ -196,6 +198,8 @@ def _operations(device: str, small: bool) -> Iterator[Case]:
         lambda: kernels.attend_pack(query, key, value, starts, max(lengths), scale),
         attended,
     )
+    for count in (rows, min(64, rows)):
+        work[f"experts-{count}"] = _mixture(count, device, dtype, small=not cuda)
     for name, (ours, theirs) in work.items():
         for once in (ours, theirs):
             once()
@@ -204,7 +208,34 @@ def _operations(device: str, small: bool) -> Iterator[Case]:
             metric="seconds",
             unit="s",
             samples=tuple(seconds(ours, device) for _ in range(SAMPLES)),
-            peer="torch",
+            peer="torch" if not name.startswith("experts") else "served",
             peer_samples=tuple(seconds(theirs, device) for _ in range(SAMPLES)),
             settings={"dtype": str(dtype).removeprefix("torch.")},
         )
+
+
+def _mixture(
+    tokens: int, device: str, dtype: torch.dtype, *, small: bool
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A layer's experts after the router, ours and the trainer's own; without adapters."""
+    count, top_k, hidden, inner = (8, 2, 64, 32) if small else (128, 8, 2048, 768)
+    kind = {"device": device, "dtype": dtype}
+    x, fc1 = torch.randn(tokens, hidden, **kind), torch.randn(count, 2 * inner, hidden, **kind)
+    fc2, logits = torch.randn(count, hidden, inner, **kind), torch.randn(tokens, count, **kind)
+    chosen = experts.chosen(logits, top_k)
+    shares = experts.shares(logits.gather(1, chosen))
+
+    def theirs() -> torch.Tensor:
+        per_expert = torch.zeros_like(logits).scatter(1, chosen, 1.0).sum(0).int()
+        rows = ordinary.Rows.of(chosen, per_expert)
+        y = ordinary.ORDINARY.product(rows.gather(x), fc1, rows.ends_E)
+        inner = GateUp(
+            y_N2F=y,
+            h_N2R=None,
+            lora_B_E2F2R=None,
+            probs_N=shares.flatten()[rows.choice_N],
+            ends_E=rows.ends_E,
+        )
+        return rows.combine(ordinary.ORDINARY.product(ordinary.swiglu(inner), fc2, rows.ends_E))
+
+    return lambda: experts.mlp(x, shares, chosen, fc1, fc2), theirs

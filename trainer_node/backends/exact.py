@@ -154,8 +154,12 @@ def _attend(
     starts, scale = packed_seq_params.cu_seqlens_q, module.softmax_scale
     most = packed_seq_params.max_seqlen_q
     exact = functools.partial(kernels.attend_pack, starts=starts, most=most, scale=scale)
+    if query.is_cuda:
+        flash = kernels.on_gpu().attend_ordinary
+        ordinary = functools.partial(flash, starts=starts, most=most, scale=scale)
+        return kernels.differentiable(exact, ordinary, query, key, value)
 
-    def ordinary(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def by_sequence(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return attend(
             query,
             key,
@@ -167,4 +171,4 @@ def _attend(
             context_group=module._context_group,
         )
 
-    return kernels.differentiable(exact, ordinary, query, key, value)
+    return kernels.differentiable(exact, by_sequence, query, key, value)

@@ -338,6 +338,22 @@ def attend(
     return out.flatten(1)
 
 
+def attend_ordinary(
+    query_NAD: torch.Tensor,
+    key_KGD: torch.Tensor,
+    value_KGD: torch.Tensor,
+    *,
+    starts: torch.Tensor,
+    most: int,
+    scale: float,
+) -> torch.Tensor:
+    """`attend` by torch's FlashAttention, which has gradients and other bits."""
+    found: torch.Tensor = torch.ops.aten._flash_attention_forward(
+        query_NAD, key_KGD, value_KGD, starts, starts, most, most, 0.0, True, False, scale=scale
+    )[0]
+    return found.flatten(1)
+
+
 def attend_paged(
     query_NAD: torch.Tensor,
     cache_BGSV: torch.Tensor,

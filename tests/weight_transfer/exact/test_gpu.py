@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -208,6 +209,34 @@ def test_attention_is_the_same_from_a_cache_and_in_chunks(heads, groups, size) -
     assert (whole.double() - right).abs().max() < 0.05
     for found, same in paged:
         assert torch.equal(found, same)
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize(("heads", "groups", "size"), [(9, 3, 64), (32, 8, 128), (4, 2, 32)])
+def test_attention_has_the_gradients_of_softmax_attention(heads, groups, size) -> None:
+    from weight_transfer.exact import gpu, kernels
+
+    lengths = (700, 1, 133, 64)
+    inputs = [t.requires_grad_() for t in pack(heads, groups, size, lengths, **BF16)]
+    how = {"starts": starts_of(lengths, "cuda"), "most": max(lengths), "scale": size**-0.5}
+    out = kernels.differentiable(
+        functools.partial(kernels.attend_pack, **how),
+        functools.partial(gpu.attend_ordinary, **how),
+        *inputs,
+    )
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, inputs, grad)
+    double = [t.detach().double().requires_grad_() for t in inputs]
+    parts = zip(*(t.split(lengths) for t in double), strict=True)
+    want = [
+        functional.scaled_dot_product_attention(
+            *(t.transpose(0, 1)[None] for t in part), is_causal=True, enable_gqa=True
+        )[0].transpose(0, 1)
+        for part in parts
+    ]
+    right = torch.autograd.grad(torch.cat(want).flatten(1), double, grad.double())
+    for ours, theirs in zip(found, right, strict=True):
+        assert (ours.double() - theirs).norm() < 0.02 * theirs.norm()
 
 
 @pytest.mark.gpu1

@@ -7,12 +7,13 @@ of each, and single operations.
     training_tokens_per_s   prompts and answers over the seconds of the training job's passes
     seconds                 of one operation, forward; the peer is torch's
 
-SPLICE_BENCH_MODEL is the folder of a pretrained model; without it SPLICE_BENCH_SHAPES (tiny-dense)
-has random weights. SPLICE_BENCH_STEPS (20) steps have SPLICE_BENCH_PROMPTS (128; 4 on a CPU)
-prompts of 32 tokens, each with 4 answers of SPLICE_BENCH_ANSWER_TOKENS (128; 16 on a CPU) tokens.
-On a GPU, 20 steps so have 1.3 million sampled tokens. SPLICE_BENCH_PARTS (run,operations) is what
-runs, SPLICE_BENCH_PEERS (served; empty: none) the peer of the cluster. The operations are those of
-the 8B's shape on a GPU, and experts those of the 30B's, next to the trainer's own form.
+SPLICE_BENCH_MODEL is the folder of a pretrained model; one without weights, or without it
+SPLICE_BENCH_SHAPES (tiny-dense), has random ones. SPLICE_BENCH_STEPS (20) steps have
+SPLICE_BENCH_PROMPTS (128; 4 on a CPU) prompts of 32 tokens, each with 4 answers of
+SPLICE_BENCH_ANSWER_TOKENS (128; 16 on a CPU) tokens. On a GPU, 20 steps so have 1.3 million sampled
+tokens. SPLICE_BENCH_PARTS (run,operations) is what runs, SPLICE_BENCH_PEERS (served; empty: none)
+the peer of the cluster. The operations are those of the 8B's shape on a GPU, and experts those of
+the 30B's, next to the trainer's own form.
 """
 
 from __future__ import annotations
@@ -53,12 +54,13 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
         os.environ.get("SPLICE_BENCH_SHAPES", "tiny-dense"),
         os.environ.get("SPLICE_BENCH_MODEL"),
     )
+    has_weights = given is not None and any(Path(given).glob("*.safetensors"))
     with TemporaryDirectory(prefix="splice-bench-") as name:
         folder = Path(name)
         if given is not None:
             (folder / "model").symlink_to(Path(given).resolve())
         found = {
-            numerics: _steps(folder, shape, numerics, device, is_pretrained=given is not None)
+            numerics: _steps(folder, shape, numerics, device, is_pretrained=has_weights)
             for numerics in NUMERICS
         }
     yield from _cases(Path(given).name if given else shape, found)

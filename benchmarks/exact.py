@@ -10,15 +10,18 @@ of each, and single operations.
 SPLICE_BENCH_MODEL is the folder of a pretrained model; one without weights, or without it
 SPLICE_BENCH_SHAPES (tiny-dense), has random ones. SPLICE_BENCH_STEPS (20) steps have
 SPLICE_BENCH_PROMPTS (128; 4 on a CPU) prompts of 32 tokens, each with 4 answers of
-SPLICE_BENCH_ANSWER_TOKENS (128; 16 on a CPU) tokens. On a GPU, 20 steps so have 1.3 million sampled
-tokens. SPLICE_BENCH_PARTS (run,operations) is what runs, SPLICE_BENCH_PEERS (served; empty: none)
-the peer of the cluster. The operations are those of the 8B's shape on a GPU, and experts those of
-the 30B's, next to the trainer's own form.
+SPLICE_BENCH_ANSWER_TOKENS (128; 16 on a CPU) tokens: 1.3 million sampled ones on a GPU.
+`sampling` is vLLM without a trainer: SPLICE_BENCH_CONCURRENT (64,256; 4 on a CPU) prompts
+together. SPLICE_BENCH_PARTS (run,operations) is what runs, and sampling where it says so,
+SPLICE_BENCH_PEERS (served; empty: none) the peer. The operations are those of the 8B's shape on a
+GPU, and experts those of the 30B's, next to the trainer's own form.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +32,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks import clusters, loop
-from benchmarks.harness import Case
+from benchmarks.harness import Case, inference_python
 from benchmarks.timing import seconds
 from orchestrator.protocol.messages import InitialSync
 from splice.cluster import Cluster
@@ -40,6 +43,7 @@ from weight_transfer.exact import experts, kernels
 
 NUMERICS = ("exact", "served") if os.environ.get("SPLICE_BENCH_PEERS", "served") else ("exact",)
 PROMPT_TOKENS = 32
+WORKER_S = 300.0
 SAMPLES = 5
 
 
@@ -48,6 +52,8 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
     parts = os.environ.get("SPLICE_BENCH_PARTS", "operations" if small else "run,operations")
     if "operations" in parts:
         yield from _operations(device, small)
+    if "sampling" in parts:
+        yield from _sampling_only(device)
     if "run" not in parts:
         return
     shape, given = (
@@ -142,6 +148,41 @@ def _sampling(step: Step) -> float:
 
 def _training(step: Step) -> float:
     return loop.tokens_of(step) / step.seconds["job.train"]
+
+
+# ---------------------------------------------------------------- sampling, without a trainer
+
+
+def _sampling_only(device: str) -> Iterator[Case]:
+    cuda = device == "cuda"
+    shape = os.environ.get("SPLICE_BENCH_SHAPES", "tiny-dense")
+    counts = os.environ.get("SPLICE_BENCH_CONCURRENT", "64,256" if cuda else "4")
+    answer = os.environ.get("SPLICE_BENCH_ANSWER_TOKENS", "128" if cuda else "16")
+    with TemporaryDirectory(prefix="splice-bench-") as name:
+        model = clusters.model_in(Path(name), shape)
+        argv = [str(inference_python()), "-m", "benchmarks.sampling_worker", "--model", str(model)]
+        argv += ["--device", device, "--prompts", counts, "--tokens", answer]
+        argv += ["--prompt-tokens", str(PROMPT_TOKENS)]
+        found = dict[str, list[list[float]]]()
+        for numerics in NUMERICS:
+            ran = subprocess.run(
+                [*argv, *["--exact"] * (numerics == "exact")],
+                check=True,
+                stdout=subprocess.PIPE,
+                text=True,
+                timeout=WORKER_S,
+            )
+            found[numerics] = json.loads(ran.stdout.splitlines()[-1])
+    for place, count in enumerate(counts.split(",")):
+        yield Case(
+            name=f"{shape}/sampling-{count}",
+            metric="tokens_per_s",
+            unit="tokens/s",
+            samples=tuple(found["exact"][place]),
+            peer="served" if "served" in found else None,
+            peer_samples=tuple(found["served"][place]) if "served" in found else (),
+            settings={"prompt_tokens": PROMPT_TOKENS, "answer_tokens": int(answer)},
+        )
 
 
 # ---------------------------------------------------------------- operations

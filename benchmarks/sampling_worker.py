@@ -5,8 +5,8 @@ last line, a list for each number of prompts.
         --rounds N [--exact]
 
 Random weights; N prompts of `--prompt-tokens` random tokens are answered together, each with
-`--tokens` tokens and their log-probs. The first round of each is not counted. With `--exact` vLLM computes
-as under `trainer.numerics = "exact"`, else with its own compiler and CUDA graphs.
+`--tokens` tokens and their log-probs. The first round of each is not counted. With `--exact` vLLM
+computes as under `trainer.numerics = "exact"`, else with its own compiler and CUDA graphs.
 """
 
 from __future__ import annotations

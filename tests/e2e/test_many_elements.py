@@ -52,6 +52,9 @@ EACH = 3
 PHASES = ("planned", "durable", "shadowed", "paused", "applying", "verified")
 """A process is killed when the publication reports this, or a moment later."""
 JOB_S = 240.0
+RESUMES = (STEPS // 3, 2 * STEPS // 3)
+"""Steps before which the whole run is stopped and resumed: in order, and not."""
+TOKEN = "the-token-of-this-run"
 
 
 def failures(dice: random.Random) -> dict[int, str]:
@@ -129,22 +132,28 @@ class Run:
 def test_after_many_steps_and_failures_every_byte_is_that_of_a_full_publication(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last step follows a restart of the trainer, so its elements are of all tensors, and the
-    replica's digest of each is compared with the trainer's."""
+    """The run is resumed twice, so every process dies before and after a resume. The last step
+    follows a restart of the trainer, so its elements are of all tensors, and the replica's digest
+    of each is compared with the trainer's."""
     order, dice = tmp_path / "strike", random.Random(SEED)
     monkeypatch.setenv("SPLICE_TEST_STRIKE", str(order))
     file = run_file(tmp_path, models["qwen3"], mode="shadow", max_restarts=1000)
-    struck = "tests.e2e.struck_trainer"
-    with Cluster(file, trainer_module=struck, orchestrator_restarts=1000) as cluster:
+    options = {"trainer_module": "tests.e2e.struck_trainer", "orchestrator_restarts": 1000}
+    with contextlib.ExitStack() as life:
+        cluster = life.enter_context(Cluster(file, run_token=TOKEN, **options))
         run, planned = Run(cluster, order, dice), failures(dice)
         first = run.do(InitialSync())
         for step in range(STEPS):
+            if step in RESUMES:
+                stop(life, orderly=step == RESUMES[0])
+                resumed = Cluster(file, file=file.run_dir / "run.json", run_token=TOKEN, **options)
+                run.cluster = life.enter_context(resumed)
             run.train(planned.get(step))
         run.kill("trainer")
         last = run.train()
-        url, found = cluster.base_urls[0], content_of(file.run_dir, last.version)
+        url, found = run.cluster.base_urls[0], content_of(file.run_dir, last.version)
         before = scored(url, "tiny")
-        cluster.client.export_hf(str(tmp_path / "exported"))
+        run.cluster.client.export_hf(str(tmp_path / "exported"))
         again = run.do(Resync())
         assert scored(url, "tiny") == before
     print(f"  {dict(run.sent)}", flush=True)
@@ -157,6 +166,19 @@ def test_after_many_steps_and_failures_every_byte_is_that_of_a_full_publication(
     splice("export", file.run_dir, "--hf", tmp_path / "merged", "--version", last.version)
     assert content_on_disk(tmp_path / "exported") == found, "the trainer's own export"
     assert content_on_disk(tmp_path / "merged") == found, "a merge by another process"
+
+
+def stop(life: contextlib.ExitStack, *, orderly: bool) -> None:
+    """End every process of the cluster."""
+    if orderly:
+        life.close()
+    else:
+        with contextlib.suppress(_Crash), life.pop_all():
+            raise _Crash
+
+
+class _Crash(Exception):
+    """Of the process that started the cluster."""
 
 
 def content_of(run_dir: Path, version: int) -> str:

@@ -1,7 +1,8 @@
 """An update of changed elements on the wire: each buffer of a layout as a code, or as it is.
 
-    encode_buffer(old_B, new_B, ...)   on a rank, for each chunk or step: its messages
-    begin_encoding(old_B, new_B, ...)  the same, while the codes travel to host memory
+    compare(old_B, new_B, ...)         on a rank, for each chunk or step: what differs
+    begin_encoding(compared)           of several: codes, which travel to host memory meanwhile
+    encode_buffer(old_B, new_B, ...)   of one: its messages
     send_changes(groups, buffers)      a table of sizes and checksums first, then the messages
     receive_changes(group, buffers)    on a worker: everything, into host memory
     restore(messages, buffer_B)        makes a buffer of its old bytes, in place
@@ -58,7 +59,6 @@ PART_BYTES = 1 << 26
 that generates has little memory left."""
 AHEAD_BYTES = 1 << 25
 """Codes that threads read before they are applied. What they read takes some ten times as much."""
-_NOTHING = torch.empty(0, dtype=torch.uint8)
 Buffers = Sequence[Sequence[Message]]
 """The messages of each chunk or step."""
 
@@ -123,7 +123,7 @@ class Encoding:
         for one, coding in zip(self.deliveries, self.codings, strict=True):
             if coding.nbytes < one.end - one.begin:
                 code, crc = coding.arrived()
-                body_B = torch.frombuffer(code, dtype=torch.uint8) if code else _NOTHING
+                body_B = torch.from_numpy(code)
                 messages.append(Message(delivery=one, nbytes=len(code), crc=crc, body_B=body_B))
                 continue
             new_B = fill() if new_B is None else new_B
@@ -132,27 +132,57 @@ class Encoding:
         return messages
 
 
-def begin_encoding(
-    old_B: torch.Tensor,
-    new_B: torch.Tensor,
-    deliveries: Sequence[Delivery],
-    *,
-    word_bytes: int,
-    tables: delta.Tables | None = None,
-) -> Encoding:
-    """Begin to encode one buffer. Its bytes may change afterwards on the current stream.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """What differs in a buffer, whose memory may be used again."""
+
+    deliveries: Sequence[Delivery]
+    changes: delta.Changes | None
+    """None: it travels as it is."""
+    crcs: Sequence[int] = ()
+    """Of each delivery then."""
+
+    @property
+    def changed(self) -> int:
+        """Number of changed words, also of those that no delivery has."""
+        return 0 if self.changes is None else self.changes.at_C.numel()
+
+
+def compare(
+    old_B: torch.Tensor, new_B: torch.Tensor, deliveries: Sequence[Delivery], *, word_bytes: int
+) -> Compared:
+    """Find what differs. The buffers may change afterwards on the current stream.
 
     Args:
         deliveries: ascending and without overlap.
         word_bytes: 0 if the buffer travels as it is.
-        tables: as in `delta.encode_parts`.
     """
     if not word_bytes or not deliveries:
         crcs = [_crc(new_B, one) for one in deliveries]
-        return Encoding(deliveries=deliveries, codings=(), crcs=crcs)
+        return Compared(deliveries=deliveries, changes=None, crcs=crcs)
     parts = [(one.begin, one.end) for one in deliveries]
-    codings = delta.encode_parts(old_B, new_B, parts, word_bytes=word_bytes, tables=tables)
-    return Encoding(deliveries=deliveries, codings=codings)
+    changes = delta.compare(old_B, new_B, parts, word_bytes=word_bytes)
+    return Compared(deliveries=deliveries, changes=changes)
+
+
+def begin_encoding(
+    compared: Sequence[Compared], *, tables: delta.Tables | None = None
+) -> list[Encoding]:
+    """Begin to encode buffers.
+
+    Args:
+        tables: as in `delta.encode_changes`.
+    """
+    changes = [one.changes for one in compared if one.changes is not None]
+    codings = iter(delta.encode_changes(changes, tables=tables))
+    return [
+        Encoding(
+            deliveries=one.deliveries,
+            codings=() if one.changes is None else next(codings),
+            crcs=one.crcs,
+        )
+        for one in compared
+    ]
 
 
 def _crc(new_B: torch.Tensor, one: Delivery) -> int:
@@ -162,8 +192,8 @@ def _crc(new_B: torch.Tensor, one: Delivery) -> int:
 def encode_buffer(
     old_B: torch.Tensor, new_B: torch.Tensor, deliveries: Sequence[Delivery], *, word_bytes: int
 ) -> tuple[list[Message], int]:
-    """As `begin_encoding`; returns the messages of a buffer, and how many of its words changed."""
-    encoding = begin_encoding(old_B, new_B, deliveries, word_bytes=word_bytes)
+    """As `compare`; returns the messages of a buffer, and how many of its words changed."""
+    (encoding,) = begin_encoding([compare(old_B, new_B, deliveries, word_bytes=word_bytes)])
     return encoding.messages(lambda: new_B), encoding.changed
 
 

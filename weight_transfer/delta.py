@@ -1,7 +1,8 @@
 """Codec of the elements that differ between two buffers of one size. Lossless for any bits.
 
     encode(old_B, new_B, word_bytes=2)  -> code, number of changed words
-    encode_parts(old_B, new_B, parts, word_bytes=2)  -> the same of parts
+    compare(old_B, new_B, parts, word_bytes=2)       -> the changes of parts
+    encode_changes(changes of buffers)               -> the same of each part
     apply(code, buffer_B)               turns old_B into new_B, in place
     begin_applying(code, nbytes)        the same, while threads read the code
 
@@ -12,9 +13,9 @@ small update are -1 or 1. A step or a gap takes a symbol, and Huffman's code sho
 (`deflate.py`). Where gaps are long, their lower bytes are apart, because no code can shorten those.
 
 Symbols are made and shortened on the buffer's device, and read on the host by several threads, with
-zlib. `encode_parts` and `begin_applying` return while threads work.
+zlib. `encode_changes` and `begin_applying` return while threads work.
 
-Axes: B = bytes, C = changed words, S = symbols, W = words.
+Axes: B = bytes, C = changed words, D = parts that changed, S = symbols, W = words.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import math
 import os
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -56,8 +58,9 @@ _MAGIC = b"spd1"
 _WORDS = {1: torch.int8, 2: torch.int16}
 _NO_CODE = (ValueError, IndexError, KeyError, struct.error, zlib.error)
 Symbols: TypeAlias = npt.NDArray[np.uint8]
-Tables: TypeAlias = dict[tuple[int, int], tuple[Table, ...]]
-"""Codes of gaps and of steps, by lower bytes of a gap and half octaves of the mean gap."""
+Tables: TypeAlias = dict[tuple[int, int, int], tuple[Table, ...]]
+"""Codes of gaps and of steps, by bytes of a word and of a gap's lower part, and half octaves of the
+mean gap."""
 
 
 def encode(old_B: torch.Tensor, new_B: torch.Tensor, *, word_bytes: int) -> tuple[bytes, int]:
@@ -67,7 +70,8 @@ def encode(old_B: torch.Tensor, new_B: torch.Tensor, *, word_bytes: int) -> tupl
         old_B, new_B: contiguous uint8 of one size, a multiple of `word_bytes`, on one device.
         word_bytes: 1 or 2.
     """
-    (only,) = encode_parts(old_B, new_B, [(0, old_B.numel())], word_bytes=word_bytes)
+    changes = compare(old_B, new_B, [(0, old_B.numel())], word_bytes=word_bytes)
+    ((only,),) = encode_changes([changes])
     return bytes(only.arrived()[0]), only.changed
 
 
@@ -78,83 +82,120 @@ class Coding:
     changed: int
     """Number of changed words."""
     nbytes: int = 0
-    arriving: Future[tuple[bytearray, int]] | None = None
+    arriving: Future[tuple[Symbols, int]] | None = None
     """The code and its CRC-32. None: nothing changed, so it is empty."""
 
-    def arrived(self) -> tuple[bytes | bytearray, int]:
+    def arrived(self) -> tuple[Symbols, int]:
         """Wait for the code and its CRC-32."""
-        return (b"", 0) if self.arriving is None else self.arriving.result()
+        return (np.empty(0, np.uint8), 0) if self.arriving is None else self.arriving.result()
 
 
-def encode_parts(
-    old_B: torch.Tensor,
-    new_B: torch.Tensor,
-    parts: Sequence[tuple[int, int]],
-    *,
-    word_bytes: int,
-    tables: Tables | None = None,
-) -> list[Coding]:
-    """Encode parts of a buffer, each to a separate code.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What differs between two buffers, whose memory may be used again."""
 
-    The buffers may change afterwards on the current stream. The host waits for a GPU four times:
-    for the number of changes and that of each part, and for the numbers of symbols and of bits of
-    parts that change alike. Every 4 million symbols, and each new table, take waits more.
+    word_bytes: int
+    ends: Sequence[tuple[int, int]]
+    """First word of each part, and the one after its last. The first part begins at 0."""
+    at_C: torch.Tensor
+    """Places of the changed words, also of those between parts."""
+    old_C: torch.Tensor
+    new_C: torch.Tensor
+
+
+def compare(
+    old_B: torch.Tensor, new_B: torch.Tensor, parts: Sequence[tuple[int, int]], *, word_bytes: int
+) -> Changes:
+    """Find what differs. The buffers may change afterwards on the current stream.
+
+    The host waits for a GPU once, for the number of changes.
 
     Args:
         old_B, new_B: as in `encode`.
         parts: [begin, end) of each in bytes, ascending and without overlap.
-        tables: what other buffers of an update used; more are added.
     """
     first, last = parts[0][0], parts[-1][1]
-    dtype = _WORDS[word_bytes]
-    old_W, new_W = old_B[first:last].view(dtype), new_B[first:last].view(dtype)
-    ends = [((begin - first) // word_bytes, (end - first) // word_bytes) for begin, end in parts]
+    old_W, new_W = (one_B[first:last].view(_WORDS[word_bytes]) for one_B in (old_B, new_B))
     at_C = (old_W != new_W).nonzero().view(-1)
-    found = torch.searchsorted(at_C, deflate.on(torch.tensor(ends), at_C.device)).tolist()
+    return Changes(
+        word_bytes=word_bytes,
+        ends=[((begin - first) // word_bytes, (end - first) // word_bytes) for begin, end in parts],
+        at_C=at_C,
+        old_C=old_W[at_C],
+        new_C=new_W[at_C],
+    )
+
+
+def encode_changes(
+    buffers: Sequence[Changes], *, tables: Tables | None = None
+) -> list[list[Coding]]:
+    """Encode the parts of buffers, each to a separate code.
+
+    The host waits for a GPU once for the changes of each part, and twice for every MOST_AT_ONCE of
+    them: for their symbols, and for the bits of these. Each new table takes a wait more.
+
+    Args:
+        tables: what other buffers of an update used; more are added.
+    """
+    if not buffers:
+        return []
+    tables = {} if tables is None else tables
+    # All buffers are one row of words.
+    bases = itertools.accumulate((one.ends[-1][1] for one in buffers), initial=0)
+    placed = list(zip(bases, buffers, strict=False))
+    row = (
+        _cat([one.at_C + base if base else one.at_C for base, one in placed]),
+        _cat([one.old_C for one in buffers]),
+        _cat([one.new_C for one in buffers]),
+    )
+    ends = [(base + begin, base + end) for base, one in placed for begin, end in one.ends]
+    found = torch.searchsorted(row[0], deflate.on(torch.tensor(ends), row[0].device)).tolist()
     codings = [Coding(changed=k - i) for i, k in found]
-    for low_bytes, group in _groups(ends, found):
+    word_bytes = [one.word_bytes for one in buffers for _ in one.ends]
+    for (width, low_bytes), group in _groups(ends, found, word_bytes):
         here = [ends[n] for n in group], [found[n] for n in group]
-        changes = _Changes.of(
-            old_W, new_W, at_C, *here, low_bytes=low_bytes, tables={} if tables is None else tables
-        )
+        streams = _Streams.of(*row, *here, word_bytes=width, low_bytes=low_bytes, tables=tables)
         for place, n in enumerate(group):
-            codings[n] = changes.coding(place)
-    return codings
+            codings[n] = streams.coding(place)
+    rest = iter(codings)
+    return [list(itertools.islice(rest, len(one.ends))) for one in buffers]
 
 
 def _groups(
-    ends: Sequence[tuple[int, int]], found: Sequence[Sequence[int]]
-) -> list[tuple[int, list[int]]]:
-    """Lower bytes of the gaps, and successive parts that are encoded together. Pure.
+    ends: Sequence[tuple[int, int]], found: Sequence[Sequence[int]], word_bytes: Sequence[int]
+) -> list[tuple[tuple[int, int], list[int]]]:
+    """Bytes of a word and lower bytes of the gaps, and parts that are encoded together. Pure.
 
     Args:
         ends: first word of each part, and the one after its last.
         found: first change of each part, and the one after its last.
+        word_bytes: of each part.
     """
-    groups, count = list[tuple[int, list[int]]](), 0
+    groups, latest = list[tuple[tuple[int, int], list[int]]](), dict[tuple[int, int], list[int]]()
+    counts = Counter[tuple[int, int]]()
     for n, ((b, e), (i, k)) in enumerate(zip(ends, found, strict=True)):
         if i == k:
             continue
         mean_gap = (e - b) / (k - i)
         low_bytes = 0 if mean_gap < LONG_GAP else 1 if mean_gap < VERY_LONG_GAP else 2
-        if not groups or groups[-1][0] != low_bytes or count + k - i > MOST_AT_ONCE:
-            groups.append((low_bytes, []))
-            count = 0
-        groups[-1][1].append(n)
-        count += k - i
+        kind = word_bytes[n], low_bytes
+        counts[kind] += k - i
+        if kind not in latest or counts[kind] > MOST_AT_ONCE:
+            latest[kind], counts[kind] = [], k - i
+            groups.append((kind, latest[kind]))
+        latest[kind].append(n)
     return groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Changes:
-    """The streams of all parts, on their way to host memory."""
+class _Streams:
+    """The streams of parts, on their way to host memory."""
 
     word_bytes: int
     found: Sequence[Sequence[int]]
     """First change of each part, and the one after its last."""
     placed: Sequence[Sequence[int]]
-    """Of each part the first symbol of its gaps, the one after their last, and the escaped steps
-    before its end."""
+    """Of each part the end of its symbols of gaps, and the escaped steps until its end."""
     streams: Sequence[Sequence[torch.Tensor]]
     """Of each part's gaps, then of each part's steps: the segments."""
     low_CN: torch.Tensor | None
@@ -164,54 +205,58 @@ class _Changes:
 
     @staticmethod
     def of(
-        old_W: torch.Tensor,
-        new_W: torch.Tensor,
         at_C: torch.Tensor,
+        old_C: torch.Tensor,
+        new_C: torch.Tensor,
         ends: Sequence[tuple[int, int]],
         found: Sequence[Sequence[int]],
         *,
+        word_bytes: int,
         low_bytes: int,
         tables: Tables,
-    ) -> _Changes:
+    ) -> _Streams:
         """Make the streams on the buffers' device.
 
         Args:
-            at_C: places of the buffer's changes, of which parts have `found`; none is empty.
+            at_C, old_C, new_C: changes, of which parts have `found`; none is empty.
         """
-        if any(k != i for (_, k), (i, _) in itertools.pairwise(found)):  # some belong to no part
-            at_C = torch.cat([at_C[i:k] for i, k in found])
-        else:
-            at_C = at_C[found[0][0] : found[-1][1]]
+        is_one = all(k == i for (_, k), (i, _) in itertools.pairwise(found))
+        spans = [(found[0][0], found[-1][1])] if is_one else found
+        at_C, old_C, new_C = (
+            _cat([one_C[i:k] for i, k in spans]) for one_C in (at_C, old_C, new_C)
+        )
         until = list(itertools.accumulate((k - i for i, k in found), initial=0))
         found = list(itertools.pairwise(until))
-        rows = [(i, k - 1, begin) for (begin, _), (i, k) in zip(ends, found, strict=True)]
-        firsts_D, lasts_D, begins_D = deflate.on(torch.tensor(rows), at_C.device).unbind(1)
-        gaps_C = at_C.clone()
-        gaps_C[1:] -= at_C[:-1] + 1
-        gaps_C[firsts_D] = at_C[firsts_D] - begins_D
-        low = [(gaps_C >> 8 * n & 255).to(torch.uint8) for n in range(low_bytes)]
-        gaps_C = gaps_C >> 8 * low_bytes if low_bytes else gaps_C
-        counts_C = torch.div(gaps_C, ESCAPE, rounding_mode="floor") + 1
-        ends_C = torch.cumsum(counts_C, 0)
-        steps_C = _ordered(new_W[at_C]) - _ordered(old_W[at_C])
-        steps_C = steps_C.to(old_W.dtype).int()
-        codes_C = torch.where(steps_C > 0, 2 * steps_C - 2, -2 * steps_C - 1)  # 1, -1, 2, -2, ...
+        rows = [(i, k - 1, begin - 1) for (begin, _), (i, k) in zip(ends, found, strict=True)]
+        firsts_D, lasts_D, before_D = deflate.on(torch.tensor(rows), at_C.device).unbind(1)
+        before_C = at_C.roll(1)
+        before_C[firsts_D] = before_D
+        gaps_C = at_C - before_C - 1
+        sizes = [end - begin for begin, end in ends]
+        if max(sizes) < 1 << 31:
+            gaps_C = gaps_C.int()
+        low_CN = None
+        if low_bytes:
+            low_CN = gaps_C.view(torch.uint8).view(len(at_C), -1)[:, :low_bytes].contiguous()
+            gaps_C = gaps_C >> 8 * low_bytes
+        counts_C = gaps_C // ESCAPE + 1
+        ends_C = counts_C.cumsum(0)
+        codes_C = _codes(old_C.to(_WORDS[word_bytes]), new_C.to(_WORDS[word_bytes]))
         is_long_C = codes_C >= ESCAPE
         long_C = is_long_C.cumsum(0)
-        starts_D = ends_C[firsts_D] - counts_C[firsts_D]
-        placed = torch.stack((starts_D, ends_C[lasts_D], long_C[lasts_D]), 1).tolist()
-        _, num_gaps, num_long = placed[-1]
+        placed = torch.stack((ends_C[lasts_D], long_C[lasts_D]), 1).tolist()
+        num_gaps, num_long = placed[-1]
 
         symbols_S = codes_C.new_full((num_gaps + len(at_C),), ESCAPE)
         symbols_S[ends_C - 1] = (gaps_C % ESCAPE).int()
-        symbols_S[num_gaps:] = codes_C.clamp(max=ESCAPE)
-        words = sum(end - begin for begin, end in ends)
-        key = low_bytes, round(2 * math.log2(words / len(at_C)))
+        torch.clamp(codes_C, max=ESCAPE, out=symbols_S[num_gaps:])
+        key = word_bytes, low_bytes, round(2 * math.log2(sum(sizes) / len(at_C)))
         both = tables.get(key) or tuple(map(_table, (symbols_S[:num_gaps], symbols_S[num_gaps:])))
         if len(at_C) >= SAMPLE:  # else its own are better, and quickly made
             tables[key] = both
         symbols_S[num_gaps:] += SYMBOLS
-        streams = [(b, e, 0) for b, e, _ in placed]
+        gap_ends = [0, *(end for end, _ in placed)]
+        streams = [(b, e, 0) for b, e in itertools.pairwise(gap_ends)]
         streams += [(num_gaps + i, num_gaps + k, 1) for i, k in found]
         pieces = [_segments(*stream) for stream in streams]
         packed = deflate.pack(symbols_S, list(itertools.chain(*pieces)), both)
@@ -221,25 +266,25 @@ class _Changes:
         if num_long:
             long_steps[torch.where(is_long_C, long_C - 1, num_long)] = codes_C.to(torch.int16)
         tensors = [memory for memory, _ in packed]
-        tensors += [long_steps[:-1], *([torch.stack(low, 1)] if low else [])]
+        tensors += [long_steps[:-1], *([] if low_CN is None else [low_CN])]
         copies, arrived = _to_host(tensors)
         segments = iter(
             [copy[b:e] for copy, (_, spans) in zip(copies, packed, strict=False) for b, e in spans]
         )
-        return _Changes(
-            word_bytes=old_W.element_size(),
+        return _Streams(
+            word_bytes=word_bytes,
             found=found,
             placed=placed,
             streams=[list(itertools.islice(segments, len(one))) for one in pieces],
-            low_CN=copies[-1] if low else None,
+            low_CN=copies[-1] if low_bytes else None,
             long_steps=copies[len(packed)],
             arrived=arrived,
         )
 
     def coding(self, part: int) -> Coding:
         """Have a thread put a part's code together."""
-        (i, k), (b, e, until) = self.found[part], self.placed[part]
-        since = self.placed[part - 1][2] if part else 0
+        i, k = self.found[part]
+        (b, since), (e, until) = self.placed[part - 1] if part else (0, 0), self.placed[part]
         gaps, steps = self.streams[part], self.streams[len(self.found) + part]
         low = [] if self.low_CN is None else [self.low_CN[i:k]]
         streams = (_with_sizes(gaps), low, _with_sizes(steps), [self.long_steps[since:until]])
@@ -250,8 +295,19 @@ class _Changes:
         return Coding(
             changed=k - i,
             nbytes=len(head) + sum(sizes),
-            arriving=_threads().submit(_joined, head, tensors, self.arrived),
+            arriving=_threads().submit(_code, head, tensors, self.arrived),
         )
+
+
+def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _codes(old_C: torch.Tensor, new_C: torch.Tensor) -> torch.Tensor:
+    """Of a step up by 1, down by 1, up by 2, ...: 0, 1, 2, ...; as int32. They wrap as words do."""
+    back_C = _ordered(old_C) - _ordered(new_C)
+    bits = 8 * back_C.element_size()
+    return (((back_C << 1) ^ (back_C >> bits - 1)) - 1).int() & (1 << bits) - 1
 
 
 def _table(symbols_S: torch.Tensor) -> Table:
@@ -269,17 +325,17 @@ def _with_sizes(segments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.from_numpy(sizes.view(np.uint8)), *segments]
 
 
-def _joined(
+def _code(
     head: bytes, tensors: Sequence[torch.Tensor], arrived: torch.cuda.Event | None
-) -> tuple[bytearray, int]:
-    """A code and its CRC-32, as soon as its parts are there."""
+) -> tuple[Symbols, int]:
+    """A code and its CRC-32, as soon as its parts are there. The GIL is free meanwhile."""
     if arrived is not None:
         # Without its device, CUDA would make a context on GPU 0, some 500 MB for each rank.
         torch.cuda.set_device(arrived.device)
         arrived.synchronize()
-    parts = (one.reshape(-1).view(torch.uint8).numpy().data for one in tensors)
-    code = bytearray(b"").join((head, *parts))
-    return code, zlib.crc32(code)
+    parts = [one.reshape(-1).view(torch.uint8).numpy() for one in tensors]
+    code = np.concatenate([np.frombuffer(head, np.uint8), *parts])
+    return code, zlib.crc32(code.data)
 
 
 def _to_host(
@@ -331,7 +387,7 @@ class Applying:
         codes_C = deflate.on(read.codes_C, device).int() & 0xFFFF
         steps_C = torch.where(codes_C & 1 > 0, -(codes_C + 1 >> 1), (codes_C >> 1) + 1)
         moved_C = (_ordered(words_W[at_C]) + steps_C).to(words_W.dtype)
-        words_W[at_C] = _ordered(moved_C).to(words_W.dtype)
+        words_W[at_C] = _ordered(moved_C)
         return read.at_C.numel()
 
 
@@ -402,9 +458,9 @@ def _not_readable(nbytes: int, error: Exception) -> TransferError:
 
 
 def _ordered(words: torch.Tensor) -> torch.Tensor:
-    """Floats' bits as int32 in the order of their values, and back: its own inverse."""
+    """Floats' bits as integers in the order of their values, and back: its own inverse."""
     top = 8 * words.element_size() - 1
-    return (words ^ ((words >> top) & (1 << top) - 1)).int()
+    return words ^ ((words >> top) & (1 << top) - 1)
 
 
 # ------------------------------------------------------------ streams

@@ -154,9 +154,9 @@ def encode_changes(
     word_bytes = [one.word_bytes for one in buffers for _ in one.ends]
     for (width, low_bytes), group in _groups(ends, found, word_bytes):
         here = [ends[n] for n in group], [found[n] for n in group]
-        streams = _Streams.of(*row, *here, word_bytes=width, low_bytes=low_bytes, tables=tables)
-        for place, n in enumerate(group):
-            codings[n] = streams.coding(place)
+        begun = _begun(*row, *here, word_bytes=width, low_bytes=low_bytes, tables=tables)
+        for n, coding in zip(group, begun, strict=True):
+            codings[n] = coding
     rest = iter(codings)
     return [list(itertools.islice(rest, len(one.ends))) for one in buffers]
 
@@ -187,116 +187,90 @@ def _groups(
     return groups
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Streams:
-    """The streams of parts, on their way to host memory."""
+def _begun(
+    at_C: torch.Tensor,
+    old_C: torch.Tensor,
+    new_C: torch.Tensor,
+    ends: Sequence[tuple[int, int]],
+    found: Sequence[Sequence[int]],
+    *,
+    word_bytes: int,
+    low_bytes: int,
+    tables: Tables,
+) -> list[Coding]:
+    """Make the streams of parts on the buffers' device, and have threads put them together.
 
-    word_bytes: int
-    found: Sequence[Sequence[int]]
-    """First change of each part, and the one after its last."""
-    placed: Sequence[Sequence[int]]
-    """Of each part the end of its symbols of gaps, and the escaped steps until its end."""
-    streams: Sequence[Sequence[torch.Tensor]]
-    """Of each part's gaps, then of each part's steps: the segments."""
-    low_CN: torch.Tensor | None
-    """Lower bytes of the gaps."""
-    long_steps: torch.Tensor
-    arrived: torch.cuda.Event | None
+    Args:
+        at_C, old_C, new_C: changes, of which parts have `found`; none is empty.
+    """
+    is_one = all(k == i for (_, k), (i, _) in itertools.pairwise(found))
+    spans = [(found[0][0], found[-1][1])] if is_one else found
+    at_C, old_C, new_C = (_cat([one_C[i:k] for i, k in spans]) for one_C in (at_C, old_C, new_C))
+    counts = [k - i for i, k in found]
+    firsts = [0, *itertools.accumulate(counts)]
+    rows = [
+        (i, k - 1, b - 1) for (b, _), (i, k) in zip(ends, itertools.pairwise(firsts), strict=True)
+    ]
+    firsts_D, lasts_D, before_D = deflate.on(torch.tensor(rows), at_C.device).unbind(1)
+    before_C = at_C.roll(1)
+    before_C[firsts_D] = before_D
+    gaps_C = at_C - before_C - 1
+    sizes = [end - begin for begin, end in ends]
+    if max(sizes) < 1 << 31:
+        gaps_C = gaps_C.int()
+    low_CN = gaps_C.view(torch.uint8).view(len(at_C), -1)[:, :low_bytes].contiguous()
+    gaps_C = gaps_C >> 8 * low_bytes
+    counts_C = gaps_C // ESCAPE + 1
+    ends_C = counts_C.cumsum(0)
+    codes_C = _codes(old_C.to(_WORDS[word_bytes]), new_C.to(_WORDS[word_bytes]))
+    is_long_C = codes_C >= ESCAPE
+    long_C = is_long_C.cumsum(0)
+    gap_ends, long_ends = torch.stack((ends_C[lasts_D], long_C[lasts_D])).tolist()
+    num_gaps, num_long = gap_ends[-1], long_ends[-1]
 
-    @staticmethod
-    def of(
-        at_C: torch.Tensor,
-        old_C: torch.Tensor,
-        new_C: torch.Tensor,
-        ends: Sequence[tuple[int, int]],
-        found: Sequence[Sequence[int]],
-        *,
-        word_bytes: int,
-        low_bytes: int,
-        tables: Tables,
-    ) -> _Streams:
-        """Make the streams on the buffers' device.
+    symbols_S = codes_C.new_full((num_gaps + len(at_C),), ESCAPE)
+    gaps_S, steps_S = symbols_S.split([num_gaps, len(at_C)])
+    gaps_S[ends_C - 1] = (gaps_C % ESCAPE).int()
+    torch.clamp(codes_C, max=ESCAPE, out=steps_S)
+    key = word_bytes, low_bytes, round(2 * math.log2(sum(sizes) / len(at_C)))
+    both = tables.get(key) or (_table(gaps_S), _table(steps_S))
+    if len(at_C) >= SAMPLE:  # else its own are better, and quickly made
+        tables[key] = both
+    steps_S += SYMBOLS
+    streams = [(b, e, 0) for b, e in itertools.pairwise([0, *gap_ends])]
+    streams += [(num_gaps + i, num_gaps + k, 1) for i, k in itertools.pairwise(firsts)]
+    pieces = [_segments(*stream) for stream in streams]
+    packed = deflate.pack(symbols_S, list(itertools.chain(*pieces)), both)
 
-        Args:
-            at_C, old_C, new_C: changes, of which parts have `found`; none is empty.
-        """
-        is_one = all(k == i for (_, k), (i, _) in itertools.pairwise(found))
-        spans = [(found[0][0], found[-1][1])] if is_one else found
-        at_C, old_C, new_C = (
-            _cat([one_C[i:k] for i, k in spans]) for one_C in (at_C, old_C, new_C)
+    # Every step has a place; those with a symbol share the last one, which is dropped.
+    long_S = codes_C.new_empty(num_long + 1, dtype=torch.int16)
+    if num_long:
+        long_S[torch.where(is_long_C, long_C - 1, num_long)] = codes_C.to(torch.int16)
+    tensors = [*(memory for memory, _ in packed), low_CN, long_S[:-1]]
+    (*copies, low, long_steps), arrived = _to_host(tensors)
+    segments = iter(
+        [copy[b:e] for copy, (_, spans) in zip(copies, packed, strict=True) for b, e in spans]
+    )
+    coded = [list(itertools.islice(segments, len(one))) for one in pieces]
+    rest = zip(
+        counts,
+        [e - b for b, e, _ in streams],
+        coded,
+        np.split(low, [low_bytes * k for k in firsts[1:-1]]),
+        coded[len(counts) :],
+        np.split(long_steps, [2 * k for k in long_ends[:-1]]),
+        strict=False,
+    )
+    codings = []
+    for count, symbols, gaps, lows, steps, longs in rest:
+        parts = [_with_sizes(gaps), [lows], _with_sizes(steps), [longs]]
+        nbytes = [sum(one.nbytes for one in part) for part in parts]
+        head = _HEAD.pack(_MAGIC, word_bytes, low_bytes, count, symbols, *nbytes)
+        arriving = _threads().submit(
+            _code, [np.frombuffer(head, np.uint8), *itertools.chain(*parts)], arrived
         )
-        until = list(itertools.accumulate((k - i for i, k in found), initial=0))
-        found = list(itertools.pairwise(until))
-        rows = [(i, k - 1, begin - 1) for (begin, _), (i, k) in zip(ends, found, strict=True)]
-        firsts_D, lasts_D, before_D = deflate.on(torch.tensor(rows), at_C.device).unbind(1)
-        before_C = at_C.roll(1)
-        before_C[firsts_D] = before_D
-        gaps_C = at_C - before_C - 1
-        sizes = [end - begin for begin, end in ends]
-        if max(sizes) < 1 << 31:
-            gaps_C = gaps_C.int()
-        low_CN = None
-        if low_bytes:
-            low_CN = gaps_C.view(torch.uint8).view(len(at_C), -1)[:, :low_bytes].contiguous()
-            gaps_C = gaps_C >> 8 * low_bytes
-        counts_C = gaps_C // ESCAPE + 1
-        ends_C = counts_C.cumsum(0)
-        codes_C = _codes(old_C.to(_WORDS[word_bytes]), new_C.to(_WORDS[word_bytes]))
-        is_long_C = codes_C >= ESCAPE
-        long_C = is_long_C.cumsum(0)
-        placed = torch.stack((ends_C[lasts_D], long_C[lasts_D]), 1).tolist()
-        num_gaps, num_long = placed[-1]
-
-        symbols_S = codes_C.new_full((num_gaps + len(at_C),), ESCAPE)
-        symbols_S[ends_C - 1] = (gaps_C % ESCAPE).int()
-        torch.clamp(codes_C, max=ESCAPE, out=symbols_S[num_gaps:])
-        key = word_bytes, low_bytes, round(2 * math.log2(sum(sizes) / len(at_C)))
-        both = tables.get(key) or tuple(map(_table, (symbols_S[:num_gaps], symbols_S[num_gaps:])))
-        if len(at_C) >= SAMPLE:  # else its own are better, and quickly made
-            tables[key] = both
-        symbols_S[num_gaps:] += SYMBOLS
-        gap_ends = [0, *(end for end, _ in placed)]
-        streams = [(b, e, 0) for b, e in itertools.pairwise(gap_ends)]
-        streams += [(num_gaps + i, num_gaps + k, 1) for i, k in found]
-        pieces = [_segments(*stream) for stream in streams]
-        packed = deflate.pack(symbols_S, list(itertools.chain(*pieces)), both)
-
-        # Every step has a place; those with a symbol share the last one, which is dropped.
-        long_steps = codes_C.new_empty(num_long + 1, dtype=torch.int16)
-        if num_long:
-            long_steps[torch.where(is_long_C, long_C - 1, num_long)] = codes_C.to(torch.int16)
-        tensors = [memory for memory, _ in packed]
-        tensors += [long_steps[:-1], *([] if low_CN is None else [low_CN])]
-        copies, arrived = _to_host(tensors)
-        segments = iter(
-            [copy[b:e] for copy, (_, spans) in zip(copies, packed, strict=False) for b, e in spans]
-        )
-        return _Streams(
-            word_bytes=word_bytes,
-            found=found,
-            placed=placed,
-            streams=[list(itertools.islice(segments, len(one))) for one in pieces],
-            low_CN=copies[-1] if low_bytes else None,
-            long_steps=copies[len(packed)],
-            arrived=arrived,
-        )
-
-    def coding(self, part: int) -> Coding:
-        """Have a thread put a part's code together."""
-        i, k = self.found[part]
-        (b, since), (e, until) = self.placed[part - 1] if part else (0, 0), self.placed[part]
-        gaps, steps = self.streams[part], self.streams[len(self.found) + part]
-        low = [] if self.low_CN is None else [self.low_CN[i:k]]
-        streams = (_with_sizes(gaps), low, _with_sizes(steps), [self.long_steps[since:until]])
-        sizes = [sum(one.nbytes for one in stream) for stream in streams]
-        low_bytes = 0 if self.low_CN is None else self.low_CN.shape[1]
-        head = _HEAD.pack(_MAGIC, self.word_bytes, low_bytes, k - i, e - b, *sizes)
-        tensors = list(itertools.chain(*streams))
-        return Coding(
-            changed=k - i,
-            nbytes=len(head) + sum(sizes),
-            arriving=_threads().submit(_code, head, tensors, self.arrived),
-        )
+        codings.append(Coding(changed=count, nbytes=len(head) + sum(nbytes), arriving=arriving))
+    return codings
 
 
 def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -305,7 +279,8 @@ def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def _codes(old_C: torch.Tensor, new_C: torch.Tensor) -> torch.Tensor:
     """Of a step up by 1, down by 1, up by 2, ...: 0, 1, 2, ...; as int32. They wrap as words do."""
-    back_C = _ordered(old_C) - _ordered(new_C)
+    old_C, new_C = _ordered(torch.stack((old_C, new_C)))
+    back_C = old_C - new_C
     bits = 8 * back_C.element_size()
     return (((back_C << 1) ^ (back_C >> bits - 1)) - 1).int() & (1 << bits) - 1
 
@@ -319,37 +294,32 @@ def _segments(begin: int, end: int, table: int) -> list[deflate.Piece]:
     return [(b, e, table) for b, e in itertools.pairwise(cuts)]
 
 
-def _with_sizes(segments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _with_sizes(segments: Sequence[Symbols]) -> list[Symbols]:
     """The segments of a stream, and before them their sizes (uint32)."""
-    sizes = np.array([one.nbytes for one in segments], "<u4")
-    return [torch.from_numpy(sizes.view(np.uint8)), *segments]
+    return [np.array([one.nbytes for one in segments], "<u4").view(np.uint8), *segments]
 
 
-def _code(
-    head: bytes, tensors: Sequence[torch.Tensor], arrived: torch.cuda.Event | None
-) -> tuple[Symbols, int]:
+def _code(parts: Sequence[Symbols], arrived: torch.cuda.Event | None) -> tuple[Symbols, int]:
     """A code and its CRC-32, as soon as its parts are there. The GIL is free meanwhile."""
     if arrived is not None:
         # Without its device, CUDA would make a context on GPU 0, some 500 MB for each rank.
         torch.cuda.set_device(arrived.device)
         arrived.synchronize()
-    parts = [one.reshape(-1).view(torch.uint8).numpy() for one in tensors]
-    code = np.concatenate([np.frombuffer(head, np.uint8), *parts])
+    code = np.concatenate(parts)
     return code, zlib.crc32(code.data)
 
 
-def _to_host(
-    tensors: Sequence[torch.Tensor],
-) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
-    """Copies in host memory, and when they are there. The host does not wait for a GPU."""
-    if not tensors[0].is_cuda:
-        return list(tensors), None
-    copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-    for copy, tensor in zip(copies, tensors, strict=True):
-        copy.copy_(tensor, non_blocking=True)
+def _to_host(tensors: Sequence[torch.Tensor]) -> tuple[list[Symbols], torch.cuda.Event | None]:
+    """Their bytes in host memory, and when they are there. The host does not wait for a GPU."""
+    bytes_ = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
+    if not bytes_[0].is_cuda:
+        return [one_B.numpy() for one_B in bytes_], None
+    copies = [torch.empty(len(one_B), dtype=torch.uint8, pin_memory=True) for one_B in bytes_]
+    for copy, one_B in zip(copies, bytes_, strict=True):
+        copy.copy_(one_B, non_blocking=True)
     arrived = torch.cuda.Event(blocking=True)
     arrived.record(torch.cuda.current_stream(tensors[0].device))
-    return copies, arrived
+    return [copy.numpy() for copy in copies], arrived
 
 
 def apply(code: bytes | memoryview, buffer_B: torch.Tensor) -> int:

@@ -55,7 +55,7 @@ def check(model: Path, dtype: str) -> None:
     published = Published(trainer.model, most_bytes=0)
     for sent, order in (
         (manifest, vllm_order(names)),
-        (part, shuffled_order(len(part.tensors), 3, seed=1)),
+        (part, shuffled_order(len(part.tensors), 5, seed=1)),
     ):
         layout = of_chunks(trainer, sent, order)
         live = filled(layout)

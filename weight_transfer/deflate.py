@@ -115,7 +115,7 @@ def _entries(lengths: Ints) -> Ints:
 
 
 Piece = tuple[int, int, int]
-"""Its first symbol, the one after its last, and the number of its table."""
+"""Its first symbol, the one after its last, and the number of its table. At most 2^27 symbols."""
 
 
 def pack(

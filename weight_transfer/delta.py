@@ -187,6 +187,66 @@ def _groups(
     return groups
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Symbols:
+    """Of several parts: their symbols, and what has none."""
+
+    of_both_S: torch.Tensor
+    """Gaps of all parts, then the steps of all parts, plus SYMBOLS."""
+    gap_ends: Sequence[int]
+    """End of each part's gaps."""
+    low_CN: torch.Tensor
+    """Lower bytes of the gaps."""
+    long_S: torch.Tensor
+    """Escaped steps; uint16 as int16."""
+    long_ends: Sequence[int]
+    """End of each part's."""
+
+    @staticmethod
+    def of(
+        at_C: torch.Tensor,
+        codes_C: torch.Tensor,
+        firsts: Sequence[int],
+        ends: Sequence[tuple[int, int]],
+        low_bytes: int,
+    ) -> _Symbols:
+        """Make them on the changes' device.
+
+        Args:
+            firsts: first change of each part, and the number of changes.
+            ends: first word of each part, and the one after its last.
+        """
+        spans = zip(itertools.pairwise(firsts), ends, strict=True)
+        rows = torch.tensor([(i, k - 1, begin - 1) for (i, k), (begin, _) in spans])
+        firsts_D, lasts_D, before_D = deflate.on(rows, at_C.device).unbind(1)
+        before_C = at_C.roll(1)
+        before_C[firsts_D] = before_D
+        gaps_C = at_C - before_C - 1
+        if max(end - begin for begin, end in ends) < 1 << 31:
+            gaps_C = gaps_C.int()
+        low_CN = gaps_C.view(torch.uint8).view(len(at_C), -1)[:, :low_bytes].contiguous()
+        gaps_C = gaps_C >> 8 * low_bytes
+        ends_C = (gaps_C // ESCAPE + 1).cumsum(0)
+        is_long_C = codes_C >= ESCAPE
+        long_C = is_long_C.cumsum(0)
+        gap_ends, long_ends = torch.stack((ends_C[lasts_D], long_C[lasts_D])).tolist()
+        num_gaps, num_long = gap_ends[-1], long_ends[-1]
+        symbols_S = codes_C.new_full((num_gaps + len(at_C),), ESCAPE)
+        symbols_S[ends_C - 1] = (gaps_C % ESCAPE).int()
+        torch.clamp(codes_C + SYMBOLS, max=ESCAPE + SYMBOLS, out=symbols_S[num_gaps:])
+        # Every step has a place; those with a symbol share the last one, which is dropped.
+        long_S = codes_C.new_empty(num_long + 1, dtype=torch.int16)
+        if num_long:
+            long_S[torch.where(is_long_C, long_C - 1, num_long)] = codes_C.to(torch.int16)
+        return _Symbols(
+            of_both_S=symbols_S,
+            gap_ends=gap_ends,
+            low_CN=low_CN,
+            long_S=long_S[:-1],
+            long_ends=long_ends,
+        )
+
+
 def _begun(
     at_C: torch.Tensor,
     old_C: torch.Tensor,
@@ -208,68 +268,45 @@ def _begun(
     at_C, old_C, new_C = (_cat([one_C[i:k] for i, k in spans]) for one_C in (at_C, old_C, new_C))
     counts = [k - i for i, k in found]
     firsts = [0, *itertools.accumulate(counts)]
-    rows = [
-        (i, k - 1, b - 1) for (b, _), (i, k) in zip(ends, itertools.pairwise(firsts), strict=True)
-    ]
-    firsts_D, lasts_D, before_D = deflate.on(torch.tensor(rows), at_C.device).unbind(1)
-    before_C = at_C.roll(1)
-    before_C[firsts_D] = before_D
-    gaps_C = at_C - before_C - 1
-    sizes = [end - begin for begin, end in ends]
-    if max(sizes) < 1 << 31:
-        gaps_C = gaps_C.int()
-    low_CN = gaps_C.view(torch.uint8).view(len(at_C), -1)[:, :low_bytes].contiguous()
-    gaps_C = gaps_C >> 8 * low_bytes
-    counts_C = gaps_C // ESCAPE + 1
-    ends_C = counts_C.cumsum(0)
     codes_C = _codes(old_C.to(_WORDS[word_bytes]), new_C.to(_WORDS[word_bytes]))
-    is_long_C = codes_C >= ESCAPE
-    long_C = is_long_C.cumsum(0)
-    gap_ends, long_ends = torch.stack((ends_C[lasts_D], long_C[lasts_D])).tolist()
-    num_gaps, num_long = gap_ends[-1], long_ends[-1]
+    made = _Symbols.of(at_C, codes_C, firsts, ends, low_bytes)
+    gap_firsts, num_gaps = [0, *made.gap_ends], made.gap_ends[-1]
 
-    symbols_S = codes_C.new_full((num_gaps + len(at_C),), ESCAPE)
-    gaps_S, steps_S = symbols_S.split([num_gaps, len(at_C)])
-    gaps_S[ends_C - 1] = (gaps_C % ESCAPE).int()
-    torch.clamp(codes_C, max=ESCAPE, out=steps_S)
-    key = word_bytes, low_bytes, round(2 * math.log2(sum(sizes) / len(at_C)))
-    both = tables.get(key) or (_table(gaps_S), _table(steps_S))
+    mean_gap = sum(end - begin for begin, end in ends) / len(at_C)
+    key = word_bytes, low_bytes, round(2 * math.log2(mean_gap))
+    both = tables.get(key) or (
+        _table(made.of_both_S[:num_gaps]),
+        _table(made.of_both_S[num_gaps:] - SYMBOLS),
+    )
     if len(at_C) >= SAMPLE:  # else its own are better, and quickly made
         tables[key] = both
-    steps_S += SYMBOLS
-    streams = [(b, e, 0) for b, e in itertools.pairwise([0, *gap_ends])]
-    streams += [(num_gaps + i, num_gaps + k, 1) for i, k in itertools.pairwise(firsts)]
-    pieces = [_segments(*stream) for stream in streams]
-    packed = deflate.pack(symbols_S, list(itertools.chain(*pieces)), both)
+    pieces = [_segments(b, e, 0) for b, e in itertools.pairwise(gap_firsts)]
+    pieces += [_segments(num_gaps + i, num_gaps + k, 1) for i, k in itertools.pairwise(firsts)]
+    packed = deflate.pack(made.of_both_S, list(itertools.chain(*pieces)), both)
 
-    # Every step has a place; those with a symbol share the last one, which is dropped.
-    long_S = codes_C.new_empty(num_long + 1, dtype=torch.int16)
-    if num_long:
-        long_S[torch.where(is_long_C, long_C - 1, num_long)] = codes_C.to(torch.int16)
-    tensors = [*(memory for memory, _ in packed), low_CN, long_S[:-1]]
+    tensors = [*(memory for memory, _ in packed), made.low_CN, made.long_S]
     (*copies, low, long_steps), arrived = _to_host(tensors)
     segments = iter(
         [copy[b:e] for copy, (_, spans) in zip(copies, packed, strict=True) for b, e in spans]
     )
     coded = [list(itertools.islice(segments, len(one))) for one in pieces]
-    rest = zip(
+    parts = zip(
         counts,
-        [e - b for b, e, _ in streams],
-        coded,
+        [e - b for b, e in itertools.pairwise(gap_firsts)],
+        coded[: len(counts)],
         np.split(low, [low_bytes * k for k in firsts[1:-1]]),
         coded[len(counts) :],
-        np.split(long_steps, [2 * k for k in long_ends[:-1]]),
-        strict=False,
+        np.split(long_steps, [2 * k for k in made.long_ends[:-1]]),
+        strict=True,
     )
     codings = []
-    for count, symbols, gaps, lows, steps, longs in rest:
-        parts = [_with_sizes(gaps), [lows], _with_sizes(steps), [longs]]
-        nbytes = [sum(one.nbytes for one in part) for part in parts]
-        head = _HEAD.pack(_MAGIC, word_bytes, low_bytes, count, symbols, *nbytes)
-        arriving = _threads().submit(
-            _code, [np.frombuffer(head, np.uint8), *itertools.chain(*parts)], arrived
-        )
-        codings.append(Coding(changed=count, nbytes=len(head) + sum(nbytes), arriving=arriving))
+    for changed, symbols, gaps, lows, steps, longs in parts:
+        streams = [_with_sizes(gaps), [lows], _with_sizes(steps), [longs]]
+        sizes = [sum(one.nbytes for one in stream) for stream in streams]
+        head = _HEAD.pack(_MAGIC, word_bytes, low_bytes, changed, symbols, *sizes)
+        code = [np.frombuffer(head, np.uint8), *itertools.chain(*streams)]
+        arriving = _threads().submit(_code, code, arrived)
+        codings.append(Coding(changed=changed, nbytes=len(head) + sum(sizes), arriving=arriving))
     return codings
 
 

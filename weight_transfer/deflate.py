@@ -6,7 +6,7 @@
 A stream is raw deflate (RFC 1951): one last block with only literals. So zlib reads it. Every bit's
 place follows from a sum over the lengths before it, so all symbols are written at once.
 
-Axes: H = bits before and after pieces, P = pieces, S = symbols, W = words of 16 bits.
+Axes: H = numbers before and after pieces, P = pieces, S = symbols, W = words of 16 bits.
 """
 
 from __future__ import annotations
@@ -142,39 +142,41 @@ def pack(
     entries_S = [entries.index_select(0, symbols_S[g[0][0] : g[-1][1]]) for g in groups]
     untils_S = [(entry_S & 15).cumsum(0, dtype=torch.int32) for entry_S in entries_S]
     until_P = [u.index_select(0, last_P) for u, last_P in zip(untils_S, lasts_P, strict=True)]
-    until = iter(torch.cat(until_P).tolist())
-    return [
-        _written(entry_S, until_S, last_P, [(next(until), tables[table]) for _, _, table in g])
-        for entry_S, until_S, last_P, g in zip(entries_S, untils_S, lasts_P, groups, strict=True)
-    ]
+    until = np.split(torch.cat(until_P).cpu().numpy(), np.cumsum([len(g) for g in groups[:-1]]))
+    of = [[tables[table] for _, _, table in g] for g in groups]
+    return [*map(_written, entries_S, untils_S, lasts_P, until, of)]
 
 
 def _written(
     entry_S: torch.Tensor,
     until_S: torch.Tensor,
     last_P: torch.Tensor,
-    pieces: Sequence[tuple[int, Table]],
+    until_P: npt.NDArray[np.int32],
+    of: Sequence[Table],
 ) -> tuple[torch.Tensor, list[tuple[int, int]]]:
     """Args:
     until_S: bits of the symbols as far as each.
     last_P: last symbol of each piece.
-    pieces: `until_S` there, and the table.
+    until_P: `until_S` there.
+    of: table of each piece.
     """
     # Each piece begins in a new word. The words begin after one that stays empty.
-    base, before, moved, spans, extra = 16, 0, list[int](), list[tuple[int, int]](), list[Ints]()
-    for until, table in pieces:
-        end = base + table.head_bits + until - before
-        code, length = divmod(int(table.entries[END]), 16)
-        extra.append(np.stack((base + 16 * np.arange(len(table.head_W)), table.head_W)))
-        extra.append(np.array([[end], [code]]))
-        moved.append(base + table.head_bits - before)
-        spans.append((base // 8 - 2, (end + length + 7) // 8 - 2))
-        base, before = -(-(end + length) // 16) * 16, until
-    numbers = np.concatenate((moved, *np.concatenate(extra, 1)))
-    moved_P, extra_H = on(torch.from_numpy(numbers).int(), entry_S.device).split(
-        [len(moved), len(numbers) - len(moved)]
+    code_P, length_P = np.divmod([table.entries[END] for table in of], 16)
+    head_P, before_P = np.array([table.head_bits for table in of]), np.append(0, until_P[:-1])
+    bits_P = head_P + until_P - before_P + length_P
+    words_P = -(-bits_P // 16)
+    base_P = 16 * (words_P.cumsum() - words_P + 1)
+    end_P = base_P + bits_P
+    spans = list(zip((base_P // 8 - 2).tolist(), ((end_P + 7) // 8 - 2).tolist(), strict=True))
+    head_words = [len(table.head_W) for table in of]
+    offset_H = 16 * np.concatenate([np.arange(count) for count in head_words])
+    numbers = (
+        base_P + head_P - before_P,
+        np.append(np.repeat(base_P, head_words) + offset_H, end_P - length_P),
+        np.append(np.concatenate([table.head_W for table in of]), code_P),
     )
-    at_H, value_H = extra_H.view(2, -1)
+    there = on(torch.from_numpy(np.concatenate(numbers)).int(), entry_S.device)
+    moved_P, at_H, value_H = there.split([len(one) for one in numbers])
     number_S = torch.arange(len(entry_S), dtype=torch.int32, device=entry_S.device)
     piece_S = torch.bucketize(number_S, last_P, out_int32=True)
     at_S = until_S - (entry_S & 15) + moved_P.index_select(0, piece_S)
@@ -182,6 +184,6 @@ def _written(
     value = torch.cat((entry_S >> 4, value_H)) << (at & 15)
     # Bits of one place are disjoint, so their sum is their union. No value has more than 31 bits:
     # those above 16 belong to the next word.
-    sums_W = at.new_zeros(base // 16).index_add_(0, at >> 4, value)
+    sums_W = at.new_zeros(int(words_P.sum()) + 1).index_add_(0, at >> 4, value)
     words_W = (sums_W[1:] + (sums_W[:-1] >> 16)).to(torch.int16)
     return words_W.view(torch.uint8), spans

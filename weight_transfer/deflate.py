@@ -85,7 +85,7 @@ def _bits(value: int, count: int) -> list[int]:
 
 def _lengths(counts: Ints) -> Ints:
     """Huffman's code lengths, none above LONGEST: rare symbols count more until that holds."""
-    least = 1
+    least = max(1, int(counts.sum()) >> LONGEST + 2)
     while True:
         heap = [(max(count, least), n) for n, count in enumerate(counts.tolist())]
         parents = [0] * (2 * len(heap) - 1)
@@ -126,7 +126,7 @@ def pack(
     The host waits for a GPU once, for the bits of each piece.
 
     Args:
-        symbols_S: int32; the symbol, plus SYMBOLS times the number of its piece's table.
+        symbols_S: int32.
 
     Returns: memory on the symbols' device, uint8, and where in it successive pieces begin and end.
     """
@@ -137,27 +137,35 @@ def pack(
         if not groups or piece[1] - groups[-1][0][0] > MOST_AT_ONCE:
             groups.append([])
         groups[-1].append(piece)
-    lasts = torch.tensor([end - g[0][0] - 1 for g in groups for _, end, _ in g]).int()
-    lasts_P = on(lasts, device).split([len(g) for g in groups])
-    entries_S = [entries.index_select(0, symbols_S[g[0][0] : g[-1][1]]) for g in groups]
-    untils_S = [(entry_S & 15).cumsum(0, dtype=torch.int32) for entry_S in entries_S]
-    until_P = [u.index_select(0, last_P) for u, last_P in zip(untils_S, lasts_P, strict=True)]
-    until = np.split(torch.cat(until_P).cpu().numpy(), np.cumsum([len(g) for g in groups[:-1]]))
-    of = [[tables[table] for _, _, table in g] for g in groups]
-    return [*map(_written, entries_S, untils_S, lasts_P, until, of)]
+    rows = [[end - g[0][0] - 1, SYMBOLS * table] for g in groups for _, end, table in g]
+    there = on(torch.tensor(rows).int().T.contiguous(), device)
+    read, ends = [], []
+    for g, (last_P, first_P) in zip(groups, there.split([len(g) for g in groups], 1), strict=True):
+        here_S = symbols_S[g[0][0] : g[-1][1]]
+        number_S = torch.arange(len(here_S), dtype=torch.int32, device=device)
+        piece_S = torch.bucketize(number_S, last_P.contiguous(), out_int32=True)
+        entry_S = entries.index_select(0, here_S + first_P.index_select(0, piece_S))
+        until_S = (entry_S & 15).cumsum(0, dtype=torch.int32)
+        read.append((entry_S, piece_S, until_S))
+        ends.append(until_S.index_select(0, last_P))
+    until = iter(torch.cat(ends).tolist())
+    return [
+        _written(*each_S, np.array([next(until) for _ in g]), [tables[table] for *_, table in g])
+        for each_S, g in zip(read, groups, strict=True)
+    ]
 
 
 def _written(
     entry_S: torch.Tensor,
+    piece_S: torch.Tensor,
     until_S: torch.Tensor,
-    last_P: torch.Tensor,
-    until_P: npt.NDArray[np.int32],
+    until_P: Ints,
     of: Sequence[Table],
 ) -> tuple[torch.Tensor, list[tuple[int, int]]]:
     """Args:
+    piece_S: number of each symbol's piece.
     until_S: bits of the symbols as far as each.
-    last_P: last symbol of each piece.
-    until_P: `until_S` there.
+    until_P: the same as far as each piece's end.
     of: table of each piece.
     """
     # Each piece begins in a new word. The words begin after one that stays empty.
@@ -177,8 +185,6 @@ def _written(
     )
     there = on(torch.from_numpy(np.concatenate(numbers)).int(), entry_S.device)
     moved_P, at_H, value_H = there.split([len(one) for one in numbers])
-    number_S = torch.arange(len(entry_S), dtype=torch.int32, device=entry_S.device)
-    piece_S = torch.bucketize(number_S, last_P, out_int32=True)
     at_S = until_S - (entry_S & 15) + moved_P.index_select(0, piece_S)
     at = torch.cat((at_S, at_H))
     value = torch.cat((entry_S >> 4, value_H)) << (at & 15)

@@ -38,7 +38,7 @@ import torch
 
 from orchestrator.errors import TransferError
 from weight_transfer import deflate
-from weight_transfer.deflate import SYMBOLS, Table
+from weight_transfer.deflate import Table
 
 ESCAPE = 255
 """In gaps: add this, and the next symbol. In steps: the value is in another stream."""
@@ -58,9 +58,11 @@ _MAGIC = b"spd1"
 _WORDS = {1: torch.int8, 2: torch.int16}
 _NO_CODE = (ValueError, IndexError, KeyError, struct.error, zlib.error)
 Symbols: TypeAlias = npt.NDArray[np.uint8]
-Tables: TypeAlias = dict[tuple[int, int, int], tuple[Table, ...]]
-"""Codes of gaps and of steps, by bytes of a word and of a gap's lower part, and half octaves of the
+Key: TypeAlias = tuple[int, int, int, int]
+"""0 for gaps or 1 for steps, bytes of a word, lower bytes of a gap, and half octaves of the part's
 mean gap."""
+Tables: TypeAlias = dict[Key, Table]
+"""The code of symbols of each kind."""
 
 
 def encode(old_B: torch.Tensor, new_B: torch.Tensor, *, word_bytes: int) -> tuple[bytes, int]:
@@ -132,7 +134,7 @@ def encode_changes(
     """Encode the parts of buffers, each to a separate code.
 
     The host waits for a GPU once for the changes of each part, and twice for every MOST_AT_ONCE of
-    them: for their symbols, and for the bits of these. Each new table takes a wait more.
+    them: for their symbols, and for the bits of these. New tables take one wait more.
 
     Args:
         tables: what other buffers of an update used; more are added.
@@ -192,7 +194,7 @@ class _Symbols:
     """Of several parts: their symbols, and what has none."""
 
     of_both_S: torch.Tensor
-    """Gaps of all parts, then the steps of all parts, plus SYMBOLS."""
+    """Gaps of all parts, then the steps of all parts."""
     gap_ends: Sequence[int]
     """End of each part's gaps."""
     low_CN: torch.Tensor
@@ -233,7 +235,7 @@ class _Symbols:
         num_gaps, num_long = gap_ends[-1], long_ends[-1]
         symbols_S = codes_C.new_full((num_gaps + len(at_C),), ESCAPE)
         symbols_S[ends_C - 1] = (gaps_C % ESCAPE).int()
-        torch.clamp(codes_C + SYMBOLS, max=ESCAPE + SYMBOLS, out=symbols_S[num_gaps:])
+        torch.clamp(codes_C, max=ESCAPE, out=symbols_S[num_gaps:])
         # Every step has a place; those with a symbol share the last one, which is dropped.
         long_S = codes_C.new_empty(num_long + 1, dtype=torch.int16)
         if num_long:
@@ -264,50 +266,57 @@ def _begun(
         at_C, old_C, new_C: changes, of which parts have `found`; none is empty.
     """
     is_one = all(k == i for (_, k), (i, _) in itertools.pairwise(found))
-    spans = [(found[0][0], found[-1][1])] if is_one else found
-    at_C, old_C, new_C = (_cat([one_C[i:k] for i, k in spans]) for one_C in (at_C, old_C, new_C))
+    runs = [(found[0][0], found[-1][1])] if is_one else found
+    at_C, old_C, new_C = (_cat([one_C[i:k] for i, k in runs]) for one_C in (at_C, old_C, new_C))
     counts = [k - i for i, k in found]
     firsts = [0, *itertools.accumulate(counts)]
     codes_C = _codes(old_C.to(_WORDS[word_bytes]), new_C.to(_WORDS[word_bytes]))
     made = _Symbols.of(at_C, codes_C, firsts, ends, low_bytes)
-    gap_firsts, num_gaps = [0, *made.gap_ends], made.gap_ends[-1]
-
-    mean_gap = sum(end - begin for begin, end in ends) / len(at_C)
-    key = word_bytes, low_bytes, round(2 * math.log2(mean_gap))
-    both = tables.get(key) or (
-        _table(made.of_both_S[:num_gaps]),
-        _table(made.of_both_S[num_gaps:] - SYMBOLS),
-    )
-    if len(at_C) >= SAMPLE:  # else its own are better, and quickly made
-        tables[key] = both
-    pieces = [_segments(b, e, 0) for b, e in itertools.pairwise(gap_firsts)]
-    pieces += [_segments(num_gaps + i, num_gaps + k, 1) for i, k in itertools.pairwise(firsts)]
-    packed = deflate.pack(made.of_both_S, list(itertools.chain(*pieces)), both)
+    octaves = [
+        round(2 * math.log2((end - begin) / changed))
+        for (begin, end), changed in zip(ends, counts, strict=True)
+    ]
+    keys = [(steps, word_bytes, low_bytes, octave) for steps in (0, 1) for octave in octaves]
+    spans = list(itertools.pairwise([0, *made.gap_ends]))
+    spans += [(spans[-1][1] + i, spans[-1][1] + k) for i, k in itertools.pairwise(firsts)]
+    used = _tables(made.of_both_S, spans, keys, tables)
+    numbers = {key: number for number, key in enumerate(used)}
+    pieces = [_segments(*span, numbers[key]) for span, key in zip(spans, keys, strict=True)]
+    packed = deflate.pack(made.of_both_S, list(itertools.chain(*pieces)), list(used.values()))
 
     tensors = [*(memory for memory, _ in packed), made.low_CN, made.long_S]
     (*copies, low, long_steps), arrived = _to_host(tensors)
     segments = iter(
-        [copy[b:e] for copy, (_, spans) in zip(copies, packed, strict=True) for b, e in spans]
+        [copy[b:e] for copy, (_, here) in zip(copies, packed, strict=True) for b, e in here]
     )
-    coded = [list(itertools.islice(segments, len(one))) for one in pieces]
+    coded = [_with_sizes(list(itertools.islice(segments, len(one)))) for one in pieces]
     parts = zip(
         counts,
-        [e - b for b, e in itertools.pairwise(gap_firsts)],
+        [end - begin for begin, end in spans[: len(counts)]],
         coded[: len(counts)],
         np.split(low, [low_bytes * k for k in firsts[1:-1]]),
         coded[len(counts) :],
         np.split(long_steps, [2 * k for k in made.long_ends[:-1]]),
         strict=True,
     )
-    codings = []
-    for changed, symbols, gaps, lows, steps, longs in parts:
-        streams = [_with_sizes(gaps), [lows], _with_sizes(steps), [longs]]
-        sizes = [sum(one.nbytes for one in stream) for stream in streams]
-        head = _HEAD.pack(_MAGIC, word_bytes, low_bytes, changed, symbols, *sizes)
-        code = [np.frombuffer(head, np.uint8), *itertools.chain(*streams)]
-        arriving = _threads().submit(_code, code, arrived)
-        codings.append(Coding(changed=changed, nbytes=len(head) + sum(sizes), arriving=arriving))
-    return codings
+    return [
+        _coding((word_bytes, low_bytes, changed, num_gaps), (gaps, [lows], steps, [longs]), arrived)
+        for changed, num_gaps, gaps, lows, steps, longs in parts
+    ]
+
+
+def _coding(
+    numbers: tuple[int, ...], streams: Sequence[Sequence[Symbols]], arrived: torch.cuda.Event | None
+) -> Coding:
+    """Have a thread put a code together.
+
+    Args:
+        numbers: those in its head before the sizes of the streams.
+    """
+    sizes = [sum(one.nbytes for one in stream) for stream in streams]
+    head = np.frombuffer(_HEAD.pack(_MAGIC, *numbers, *sizes), np.uint8)
+    arriving = _threads().submit(_code, [head, *itertools.chain(*streams)], arrived)
+    return Coding(changed=numbers[2], nbytes=len(head) + sum(sizes), arriving=arriving)
 
 
 def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -322,8 +331,26 @@ def _codes(old_C: torch.Tensor, new_C: torch.Tensor) -> torch.Tensor:
     return (((back_C << 1) ^ (back_C >> bits - 1)) - 1).int() & (1 << bits) - 1
 
 
-def _table(symbols_S: torch.Tensor) -> Table:
-    return Table.of(symbols_S[:: -(-len(symbols_S) // SAMPLE)])
+def _tables(
+    symbols_S: torch.Tensor, spans: Sequence[tuple[int, int]], keys: Sequence[Key], tables: Tables
+) -> Tables:
+    """The code of each key, made for its spans of symbols if there is none."""
+    missing = dict[Key, list[tuple[int, int]]]()
+    for span, key in zip(spans, keys, strict=True):
+        if key not in tables:
+            missing.setdefault(key, []).append(span)
+    counts = {key: sum(e - b for b, e in those) for key, those in missing.items()}
+    samples = {
+        key: _cat([symbols_S[b : e : -(-counts[key] // SAMPLE)] for b, e in those])
+        for key, those in missing.items()
+    }
+    made = Tables()
+    if samples:
+        sampled = torch.cat([*samples.values()]).cpu().split([*map(len, samples.values())])
+        made = {key: Table.of(sample) for key, sample in zip(samples, sampled, strict=True)}
+    # Those of few symbols are quickly made, and serve no other.
+    tables.update((key, table) for key, table in made.items() if counts[key] >= SAMPLE)
+    return {key: tables.get(key) or made[key] for key in keys}
 
 
 def _segments(begin: int, end: int, table: int) -> list[deflate.Piece]:
@@ -331,7 +358,7 @@ def _segments(begin: int, end: int, table: int) -> list[deflate.Piece]:
     return [(b, e, table) for b, e in itertools.pairwise(cuts)]
 
 
-def _with_sizes(segments: Sequence[Symbols]) -> list[Symbols]:
+def _with_sizes(segments: list[Symbols]) -> list[Symbols]:
     """The segments of a stream, and before them their sizes (uint32)."""
     return [np.array([one.nbytes for one in segments], "<u4").view(np.uint8), *segments]
 

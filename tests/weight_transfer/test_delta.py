@@ -134,7 +134,7 @@ def test_buffers_are_coded_together(
     most_at_once: int, buffers: list[tuple[int, int, float]], num_parts: int, seed: int
 ) -> None:
     """Of words of both sizes, and with short and long gaps. Each has its own codes."""
-    found, wanted, tables = [], [], dict[tuple[int, int, int], tuple[Table, ...]]()
+    found, wanted, tables = [], [], dict[delta.Key, Table]()
     for n, (word_bytes, words, share) in enumerate(buffers):
         size = words * word_bytes
         old_B, new_B = random_bytes(size, seed + n), random_bytes(size, seed + n + 1)

@@ -143,7 +143,7 @@ def pack(
     for g, (last_P, first_P) in zip(groups, there.split([len(g) for g in groups], 1), strict=True):
         here_S = symbols_S[g[0][0] : g[-1][1]]
         number_S = torch.arange(len(here_S), dtype=torch.int32, device=device)
-        piece_S = torch.bucketize(number_S, last_P.contiguous(), out_int32=True)
+        piece_S = torch.bucketize(number_S, last_P, out_int32=True)
         entry_S = entries.index_select(0, here_S + first_P.index_select(0, piece_S))
         until_S = (entry_S & 15).cumsum(0, dtype=torch.int32)
         read.append((entry_S, piece_S, until_S))

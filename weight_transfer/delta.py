@@ -26,7 +26,6 @@ import math
 import os
 import struct
 import zlib
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -48,7 +47,8 @@ SEGMENT = 1 << 20
 """Symbols of one stream, which one thread reads."""
 MAX_THREADS = 16
 MOST_AT_ONCE = 1 << 23
-"""Changes of several parts that a device encodes together. Each takes some 60 bytes meanwhile."""
+"""Changes of several parts that a device encodes together. Each takes some 60 bytes meanwhile. A
+trainer collects half as many of its buffers."""
 SAMPLE = 1 << 16
 """Symbols from which a code is made."""
 _HEAD = struct.Struct("<4sBB6Q")
@@ -152,157 +152,133 @@ def encode_changes(
     )
     ends = [(base + begin, base + end) for base, one in placed for begin, end in one.ends]
     found = torch.searchsorted(row[0], deflate.on(torch.tensor(ends), row[0].device)).tolist()
-    codings = [Coding(changed=k - i) for i, k in found]
     word_bytes = [one.word_bytes for one in buffers for _ in one.ends]
-    for (width, low_bytes), group in _groups(ends, found, word_bytes):
-        here = [ends[n] for n in group], [found[n] for n in group]
-        begun = _begun(*row, *here, word_bytes=width, low_bytes=low_bytes, tables=tables)
-        for n, coding in zip(group, begun, strict=True):
-            codings[n] = coding
-    rest = iter(codings)
+    parts = [_Part(w, *at, *of) for w, at, of in zip(word_bytes, ends, found, strict=True)]
+    codings = dict[_Part, Coding]()
+    for group in _groups([part for part in parts if part.changed]):
+        codings.update(zip(group, _begun(*row, group, tables), strict=True))
+    rest = iter([codings.get(part, Coding(changed=0)) for part in parts])
     return [list(itertools.islice(rest, len(one.ends))) for one in buffers]
 
 
-def _groups(
-    ends: Sequence[tuple[int, int]], found: Sequence[Sequence[int]], word_bytes: Sequence[int]
-) -> list[tuple[tuple[int, int], list[int]]]:
-    """Bytes of a word and lower bytes of the gaps, and parts that are encoded together. Pure.
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The words and the changes of a part, [begin, end) and [first, last)."""
 
-    Args:
-        ends: first word of each part, and the one after its last.
-        found: first change of each part, and the one after its last.
-        word_bytes: of each part.
-    """
-    groups, latest = list[tuple[tuple[int, int], list[int]]](), dict[tuple[int, int], list[int]]()
-    counts = Counter[tuple[int, int]]()
-    for n, ((b, e), (i, k)) in enumerate(zip(ends, found, strict=True)):
-        if i == k:
-            continue
-        mean_gap = (e - b) / (k - i)
-        low_bytes = 0 if mean_gap < LONG_GAP else 1 if mean_gap < VERY_LONG_GAP else 2
-        kind = word_bytes[n], low_bytes
-        counts[kind] += k - i
-        if kind not in latest or counts[kind] > MOST_AT_ONCE:
-            latest[kind], counts[kind] = [], k - i
-            groups.append((kind, latest[kind]))
-        latest[kind].append(n)
+    word_bytes: int
+    begin: int
+    end: int
+    first: int
+    last: int
+
+    @property
+    def changed(self) -> int:
+        return self.last - self.first
+
+    @property
+    def mean_gap(self) -> float:
+        return (self.end - self.begin) / self.changed
+
+    @property
+    def kind(self) -> tuple[int, int]:
+        """Bytes of a word and lower bytes of a gap; parts differ in neither if coded together."""
+        return self.word_bytes, (self.mean_gap >= LONG_GAP) + (self.mean_gap >= VERY_LONG_GAP)
+
+
+def _groups(parts: Sequence[_Part]) -> list[list[_Part]]:
+    """Parts that are encoded together; each has changes. Pure."""
+    groups, latest = list[list[_Part]](), dict[tuple[int, int], list[_Part]]()
+    for part in parts:
+        group = latest.get(part.kind)
+        if group is None or sum(one.changed for one in (*group, part)) > MOST_AT_ONCE:
+            group = latest[part.kind] = []
+            groups.append(group)
+        group.append(part)
     return groups
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Symbols:
-    """Of several parts: their symbols, and what has none."""
-
-    of_both_S: torch.Tensor
-    """Gaps of all parts, then the steps of all parts."""
-    gap_ends: Sequence[int]
-    """End of each part's gaps."""
-    low_CN: torch.Tensor
-    """Lower bytes of the gaps."""
-    long_S: torch.Tensor
-    """Escaped steps; uint16 as int16."""
-    long_ends: Sequence[int]
-    """End of each part's."""
-
-    @staticmethod
-    def of(
-        at_C: torch.Tensor,
-        codes_C: torch.Tensor,
-        firsts: Sequence[int],
-        ends: Sequence[tuple[int, int]],
-        low_bytes: int,
-    ) -> _Symbols:
-        """Make them on the changes' device.
-
-        Args:
-            firsts: first change of each part, and the number of changes.
-            ends: first word of each part, and the one after its last.
-        """
-        spans = zip(itertools.pairwise(firsts), ends, strict=True)
-        rows = torch.tensor([(i, k - 1, begin - 1) for (i, k), (begin, _) in spans])
-        firsts_D, lasts_D, before_D = deflate.on(rows, at_C.device).unbind(1)
-        before_C = at_C.roll(1)
-        before_C[firsts_D] = before_D
-        gaps_C = at_C - before_C - 1
-        if max(end - begin for begin, end in ends) < 1 << 31:
-            gaps_C = gaps_C.int()
-        low_CN = gaps_C.view(torch.uint8).view(len(at_C), -1)[:, :low_bytes].contiguous()
-        gaps_C = gaps_C >> 8 * low_bytes
-        ends_C = (gaps_C // ESCAPE + 1).cumsum(0)
-        is_long_C = codes_C >= ESCAPE
-        long_C = is_long_C.cumsum(0)
-        gap_ends, long_ends = torch.stack((ends_C[lasts_D], long_C[lasts_D])).tolist()
-        num_gaps, num_long = gap_ends[-1], long_ends[-1]
-        symbols_S = codes_C.new_full((num_gaps + len(at_C),), ESCAPE)
-        symbols_S[ends_C - 1] = (gaps_C % ESCAPE).int()
-        torch.clamp(codes_C, max=ESCAPE, out=symbols_S[num_gaps:])
-        # Every step has a place; those with a symbol share the last one, which is dropped.
-        long_S = codes_C.new_empty(num_long + 1, dtype=torch.int16)
-        if num_long:
-            long_S[torch.where(is_long_C, long_C - 1, num_long)] = codes_C.to(torch.int16)
-        return _Symbols(
-            of_both_S=symbols_S,
-            gap_ends=gap_ends,
-            low_CN=low_CN,
-            long_S=long_S[:-1],
-            long_ends=long_ends,
-        )
 
 
 def _begun(
     at_C: torch.Tensor,
     old_C: torch.Tensor,
     new_C: torch.Tensor,
-    ends: Sequence[tuple[int, int]],
-    found: Sequence[Sequence[int]],
-    *,
-    word_bytes: int,
-    low_bytes: int,
+    parts: Sequence[_Part],
     tables: Tables,
 ) -> list[Coding]:
-    """Make the streams of parts on the buffers' device, and have threads put them together.
+    """Make the streams of parts of one kind on the device, and have threads put them together.
 
     Args:
-        at_C, old_C, new_C: changes, of which parts have `found`; none is empty.
+        at_C, old_C, new_C: changes of all buffers.
     """
-    is_one = all(k == i for (_, k), (i, _) in itertools.pairwise(found))
-    runs = [(found[0][0], found[-1][1])] if is_one else found
+    word_bytes, low_bytes = parts[0].kind
+    is_one = all(one.last == two.first for one, two in itertools.pairwise(parts))
+    runs = [(parts[0].first, parts[-1].last)] if is_one else [(p.first, p.last) for p in parts]
     at_C, old_C, new_C = (_cat([one_C[i:k] for i, k in runs]) for one_C in (at_C, old_C, new_C))
-    counts = [k - i for i, k in found]
-    firsts = [0, *itertools.accumulate(counts)]
+    firsts = [0, *itertools.accumulate(part.changed for part in parts)]
     codes_C = _codes(old_C.to(_WORDS[word_bytes]), new_C.to(_WORDS[word_bytes]))
-    made = _Symbols.of(at_C, codes_C, firsts, ends, low_bytes)
-    octaves = [
-        round(2 * math.log2((end - begin) / changed))
-        for (begin, end), changed in zip(ends, counts, strict=True)
-    ]
+    symbols_S, gap_ends, low_CN, long_S, long_ends = _symbols(at_C, codes_C, parts, firsts)
+    octaves = [round(2 * math.log2(part.mean_gap)) for part in parts]
     keys = [(steps, word_bytes, low_bytes, octave) for steps in (0, 1) for octave in octaves]
-    spans = list(itertools.pairwise([0, *made.gap_ends]))
-    spans += [(spans[-1][1] + i, spans[-1][1] + k) for i, k in itertools.pairwise(firsts)]
-    used = _tables(made.of_both_S, spans, keys, tables)
+    spans = list(itertools.pairwise([0, *gap_ends]))
+    spans += [(gap_ends[-1] + i, gap_ends[-1] + k) for i, k in itertools.pairwise(firsts)]
+    used = _tables(symbols_S, spans, keys, tables)
     numbers = {key: number for number, key in enumerate(used)}
     pieces = [_segments(*span, numbers[key]) for span, key in zip(spans, keys, strict=True)]
-    packed = deflate.pack(made.of_both_S, list(itertools.chain(*pieces)), list(used.values()))
+    packed = deflate.pack(symbols_S, list(itertools.chain(*pieces)), list(used.values()))
 
-    tensors = [*(memory for memory, _ in packed), made.low_CN, made.long_S]
+    tensors = [*(memory for memory, _ in packed), low_CN, long_S]
     (*copies, low, long_steps), arrived = _to_host(tensors)
     segments = iter(
         [copy[b:e] for copy, (_, here) in zip(copies, packed, strict=True) for b, e in here]
     )
     coded = [_with_sizes(list(itertools.islice(segments, len(one)))) for one in pieces]
-    parts = zip(
-        counts,
-        [end - begin for begin, end in spans[: len(counts)]],
-        coded[: len(counts)],
+    streams = zip(
+        coded[: len(parts)],
         np.split(low, [low_bytes * k for k in firsts[1:-1]]),
-        coded[len(counts) :],
-        np.split(long_steps, [2 * k for k in made.long_ends[:-1]]),
+        coded[len(parts) :],
+        np.split(long_steps, [2 * k for k in long_ends[:-1]]),
         strict=True,
     )
     return [
-        _coding((word_bytes, low_bytes, changed, num_gaps), (gaps, [lows], steps, [longs]), arrived)
-        for changed, num_gaps, gaps, lows, steps, longs in parts
+        _coding((*part.kind, part.changed, e - b), (gaps, [lows], steps, [longs]), arrived)
+        for part, (b, e), (gaps, lows, steps, longs) in zip(parts, spans, streams, strict=False)
     ]
+
+
+def _symbols(
+    at_C: torch.Tensor, codes_C: torch.Tensor, parts: Sequence[_Part], firsts: Sequence[int]
+) -> tuple[torch.Tensor, list[int], torch.Tensor, torch.Tensor, list[int]]:
+    """The symbols, and what has none, of several parts.
+
+    Args:
+        firsts: first change of each part, and the number of changes.
+
+    Returns: symbols of all gaps, then of all steps; the end of each part's gaps; lower bytes of
+        the gaps; escaped steps, uint16 as int16; the end of each part's.
+    """
+    spans = zip(itertools.pairwise(firsts), parts, strict=True)
+    rows = torch.tensor([(i, k - 1, part.begin - 1) for (i, k), part in spans])
+    firsts_D, lasts_D, before_D = deflate.on(rows, at_C.device).unbind(1)
+    before_C = at_C.roll(1)
+    before_C[firsts_D] = before_D
+    gaps_C = at_C - before_C - 1
+    if max(part.end - part.begin for part in parts) < 1 << 31:
+        gaps_C = gaps_C.int()
+    low_bytes = parts[0].kind[1]
+    low_CN = gaps_C.view(torch.uint8).view(len(at_C), -1)[:, :low_bytes].contiguous()
+    gaps_C = gaps_C >> 8 * low_bytes
+    ends_C = (gaps_C // ESCAPE + 1).cumsum(0)
+    is_long_C = codes_C >= ESCAPE
+    long_C = is_long_C.cumsum(0)
+    gap_ends, long_ends = torch.stack((ends_C[lasts_D], long_C[lasts_D])).tolist()
+    num_gaps, num_long = gap_ends[-1], long_ends[-1]
+    symbols_S = codes_C.new_full((num_gaps + len(at_C),), ESCAPE)
+    symbols_S[ends_C - 1] = (gaps_C % ESCAPE).int()
+    torch.clamp(codes_C, max=ESCAPE, out=symbols_S[num_gaps:])
+    # Every step has a place; those with a symbol share the last one, which is dropped.
+    long_S = codes_C.new_empty(num_long + 1, dtype=torch.int16)
+    if num_long:
+        long_S[torch.where(is_long_C, long_C - 1, num_long)] = codes_C.to(torch.int16)
+    return symbols_S, gap_ends, low_CN, long_S[:-1], long_ends
 
 
 def _coding(

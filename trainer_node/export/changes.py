@@ -402,7 +402,8 @@ class _Encoder:
             if read is not None:
                 read.wait()
             self._compared[k] = compared
-            if sum(one.changed for one in self._compared.values()) >= delta.MOST_AT_ONCE // 2:
+            changed = sum(one.changed for one in self._compared.values())
+            if changed >= delta.MOST_AT_ONCE // 2 or compared.changes is None:
                 self._begin()
 
     def finish(self) -> None:

@@ -91,9 +91,7 @@ class Encoding:
 
     deliveries: Sequence[Delivery]
     codings: Sequence[delta.Coding]
-    """Of each delivery; empty if the buffer travels as it is."""
-    crcs: Sequence[int] = ()
-    """Of each delivery then."""
+    """Of each delivery. It travels as it is if its code is no shorter."""
 
     @property
     def changed(self) -> int:
@@ -103,10 +101,10 @@ class Encoding:
     @property
     def sent_bytes(self) -> int:
         """Bytes on the wire to all peers."""
-        sizes = [one.end - one.begin for one in self.deliveries]
-        if self.codings:
-            sizes = [min(n, c.nbytes) for n, c in zip(sizes, self.codings, strict=True)]
-        return sum(n * max(1, len(d.peers)) for n, d in zip(sizes, self.deliveries, strict=True))
+        return sum(
+            min(one.end - one.begin, coding.nbytes) * max(1, len(one.peers))
+            for one, coding in zip(self.deliveries, self.codings, strict=True)
+        )
 
     def messages(self, fill: Callable[[], torch.Tensor]) -> list[Message]:
         """Wait for the threads.
@@ -114,11 +112,6 @@ class Encoding:
         Args:
             fill: returns the buffer's new bytes, if a code is no shorter than they are.
         """
-        if not self.codings:
-            return [
-                Message(delivery=one, nbytes=one.end - one.begin, crc=crc)
-                for one, crc in zip(self.deliveries, self.crcs, strict=True)
-            ]
         messages, new_B = list[Message](), None
         for one, coding in zip(self.deliveries, self.codings, strict=True):
             if coding.nbytes < one.end - one.begin:
@@ -132,20 +125,8 @@ class Encoding:
         return messages
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """What differs in a buffer, whose memory may be used again."""
-
-    deliveries: Sequence[Delivery]
-    changes: delta.Changes | None
-    """None: it travels as it is."""
-    crcs: Sequence[int] = ()
-    """Of each delivery then."""
-
-    @property
-    def changed(self) -> int:
-        """Number of changed words, also of those that no delivery has."""
-        return 0 if self.changes is None else self.changes.at_C.numel()
+Compared = tuple[Sequence[Delivery], delta.Changes | None]
+"""The deliveries of a buffer, and what differs in it. None: it travels as it is."""
 
 
 def compare(
@@ -158,11 +139,9 @@ def compare(
         word_bytes: 0 if the buffer travels as it is.
     """
     if not word_bytes or not deliveries:
-        crcs = [_crc(new_B, one) for one in deliveries]
-        return Compared(deliveries=deliveries, changes=None, crcs=crcs)
+        return deliveries, None
     parts = [(one.begin, one.end) for one in deliveries]
-    changes = delta.compare(old_B, new_B, parts, word_bytes=word_bytes)
-    return Compared(deliveries=deliveries, changes=changes)
+    return deliveries, delta.compare(old_B, new_B, parts, word_bytes=word_bytes)
 
 
 def begin_encoding(
@@ -173,15 +152,16 @@ def begin_encoding(
     Args:
         tables: as in `delta.encode_changes`.
     """
-    changes = [one.changes for one in compared if one.changes is not None]
-    codings = iter(delta.encode_changes(changes, tables=tables))
+    changes = [one for _, one in compared if one is not None]
+    coded = iter(delta.encode_changes(changes, tables=tables))
     return [
         Encoding(
-            deliveries=one.deliveries,
-            codings=() if one.changes is None else next(codings),
-            crcs=one.crcs,
+            deliveries=deliveries,
+            codings=[delta.Coding(changed=0, nbytes=one.end - one.begin) for one in deliveries]
+            if changes is None
+            else next(coded),
         )
-        for one in compared
+        for deliveries, changes in compared
     ]
 
 

@@ -383,6 +383,8 @@ class _Encoder:
         self._tables: delta.Tables = {}
         self._comparing = deque[Future[tuple[int, Compared, torch.cuda.Event | None]]]()
         self._compared: dict[int, Compared] = {}
+        self._changes = 0
+        """Of what was compared."""
         self._encoding: Future[dict[int, Encoding]] | None = None
         self._done: dict[int, Encoding] = {}
         self.sent_bytes = 0
@@ -401,9 +403,11 @@ class _Encoder:
             k, compared, read = self._comparing.popleft().result()
             if read is not None:
                 read.wait()
-            self._compared[k] = compared
-            changed = sum(one.changed for one in self._compared.values())
-            if changed >= delta.MOST_AT_ONCE // 2 or compared.changes is None:
+            _, changes = self._compared[k] = compared
+            # What travels as it is counts at once for the most bytes.
+            most = delta.MOST_AT_ONCE // 2
+            self._changes += most if changes is None else changes.at_C.numel()
+            if self._changes >= most:
                 self._begin()
 
     def finish(self) -> None:
@@ -416,7 +420,7 @@ class _Encoder:
         """Encode what was compared, after the encoding before."""
         self._end()
         self._encoding = self._thread.submit(self._encode, self._compared)
-        self._compared = {}
+        self._compared, self._changes = {}, 0
 
     def _end(self) -> None:
         done = {} if self._encoding is None else self._encoding.result()

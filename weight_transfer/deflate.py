@@ -1,7 +1,7 @@
 """Huffman-coded streams of bytes, written where the bytes are: on a GPU or a CPU.
 
     Table.of(sample_S)                  a code that is short for symbols like those of the sample
-    pack(symbols_S, pieces, tables)     each piece as a stream, in host memory
+    pack(symbols_S, pieces, tables)     each piece as a stream
 
 A stream is raw deflate (RFC 1951): one last block with only literals. So zlib reads it. Every bit's
 place follows from a sum over the lengths before it, so all symbols are written at once.
@@ -85,7 +85,7 @@ def _bits(value: int, count: int) -> list[int]:
 
 def _lengths(counts: Ints) -> Ints:
     """Huffman's code lengths, none above LONGEST: rare symbols count more until that holds."""
-    least = max(1, int(counts.sum()) >> LONGEST + 2)
+    least = max(1, int(counts.sum()) >> LONGEST + 1)
     while True:
         heap = [(max(count, least), n) for n, count in enumerate(counts.tolist())]
         parents = [0] * (2 * len(heap) - 1)

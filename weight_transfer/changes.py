@@ -1,7 +1,8 @@
 """An update of changed elements on the wire: each buffer of a layout as a code, or as it is.
 
-    encode_buffer(old_B, new_B, ...)   on a rank, for each chunk or step: its messages
-    begin_encoding(old_B, new_B, ...)  the same, while the codes travel to host memory
+    compare(old_B, new_B, ...)         on a rank, for each chunk or step: what differs
+    begin_encoding(compared)           of several: codes, which travel to host memory meanwhile
+    encode_buffer(old_B, new_B, ...)   of one: its messages
     send_changes(groups, buffers)      a table of sizes and checksums first, then the messages
     receive_changes(group, buffers)    on a worker: everything, into host memory
     restore(messages, buffer_B)        makes a buffer of its old bytes, in place
@@ -58,7 +59,6 @@ PART_BYTES = 1 << 26
 that generates has little memory left."""
 AHEAD_BYTES = 1 << 25
 """Codes that threads read before they are applied. What they read takes some ten times as much."""
-_NOTHING = torch.empty(0, dtype=torch.uint8)
 Buffers = Sequence[Sequence[Message]]
 """The messages of each chunk or step."""
 
@@ -91,9 +91,7 @@ class Encoding:
 
     deliveries: Sequence[Delivery]
     codings: Sequence[delta.Coding]
-    """Of each delivery; empty if the buffer travels as it is."""
-    crcs: Sequence[int] = ()
-    """Of each delivery then."""
+    """Of each delivery. It travels as it is if its code is no shorter."""
 
     @property
     def changed(self) -> int:
@@ -103,10 +101,10 @@ class Encoding:
     @property
     def sent_bytes(self) -> int:
         """Bytes on the wire to all peers."""
-        sizes = [one.end - one.begin for one in self.deliveries]
-        if self.codings:
-            sizes = [min(n, c.nbytes) for n, c in zip(sizes, self.codings, strict=True)]
-        return sum(n * max(1, len(d.peers)) for n, d in zip(sizes, self.deliveries, strict=True))
+        return sum(
+            min(one.end - one.begin, coding.nbytes) * max(1, len(one.peers))
+            for one, coding in zip(self.deliveries, self.codings, strict=True)
+        )
 
     def messages(self, fill: Callable[[], torch.Tensor]) -> list[Message]:
         """Wait for the threads.
@@ -114,16 +112,11 @@ class Encoding:
         Args:
             fill: returns the buffer's new bytes, if a code is no shorter than they are.
         """
-        if not self.codings:
-            return [
-                Message(delivery=one, nbytes=one.end - one.begin, crc=crc)
-                for one, crc in zip(self.deliveries, self.crcs, strict=True)
-            ]
         messages, new_B = list[Message](), None
         for one, coding in zip(self.deliveries, self.codings, strict=True):
             if coding.nbytes < one.end - one.begin:
                 code, crc = coding.arrived()
-                body_B = torch.frombuffer(code, dtype=torch.uint8) if code else _NOTHING
+                body_B = torch.from_numpy(code)
                 messages.append(Message(delivery=one, nbytes=len(code), crc=crc, body_B=body_B))
                 continue
             new_B = fill() if new_B is None else new_B
@@ -132,27 +125,44 @@ class Encoding:
         return messages
 
 
-def begin_encoding(
-    old_B: torch.Tensor,
-    new_B: torch.Tensor,
-    deliveries: Sequence[Delivery],
-    *,
-    word_bytes: int,
-    tables: delta.Tables | None = None,
-) -> Encoding:
-    """Begin to encode one buffer. Its bytes may change afterwards on the current stream.
+Compared = tuple[Sequence[Delivery], delta.Changes | None]
+"""The deliveries of a buffer, and what differs in it. None: it travels as it is."""
+
+
+def compare(
+    old_B: torch.Tensor, new_B: torch.Tensor, deliveries: Sequence[Delivery], *, word_bytes: int
+) -> Compared:
+    """Find what differs. The buffers may change afterwards on the current stream.
 
     Args:
         deliveries: ascending and without overlap.
         word_bytes: 0 if the buffer travels as it is.
-        tables: as in `delta.encode_parts`.
     """
     if not word_bytes or not deliveries:
-        crcs = [_crc(new_B, one) for one in deliveries]
-        return Encoding(deliveries=deliveries, codings=(), crcs=crcs)
+        return deliveries, None
     parts = [(one.begin, one.end) for one in deliveries]
-    codings = delta.encode_parts(old_B, new_B, parts, word_bytes=word_bytes, tables=tables)
-    return Encoding(deliveries=deliveries, codings=codings)
+    return deliveries, delta.compare(old_B, new_B, parts, word_bytes=word_bytes)
+
+
+def begin_encoding(
+    compared: Sequence[Compared], *, tables: delta.Tables | None = None
+) -> list[Encoding]:
+    """Begin to encode buffers.
+
+    Args:
+        tables: as in `delta.encode_changes`.
+    """
+    changes = [one for _, one in compared if one is not None]
+    coded = iter(delta.encode_changes(changes, tables=tables))
+    return [
+        Encoding(
+            deliveries=deliveries,
+            codings=[delta.Coding(changed=0, nbytes=one.end - one.begin) for one in deliveries]
+            if changes is None
+            else next(coded),
+        )
+        for deliveries, changes in compared
+    ]
 
 
 def _crc(new_B: torch.Tensor, one: Delivery) -> int:
@@ -162,8 +172,8 @@ def _crc(new_B: torch.Tensor, one: Delivery) -> int:
 def encode_buffer(
     old_B: torch.Tensor, new_B: torch.Tensor, deliveries: Sequence[Delivery], *, word_bytes: int
 ) -> tuple[list[Message], int]:
-    """As `begin_encoding`; returns the messages of a buffer, and how many of its words changed."""
-    encoding = begin_encoding(old_B, new_B, deliveries, word_bytes=word_bytes)
+    """As `compare`; returns the messages of a buffer, and how many of its words changed."""
+    (encoding,) = begin_encoding([compare(old_B, new_B, deliveries, word_bytes=word_bytes)])
     return encoding.messages(lambda: new_B), encoding.changed
 
 

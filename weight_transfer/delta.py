@@ -1,7 +1,8 @@
 """Codec of the elements that differ between two buffers of one size. Lossless for any bits.
 
     encode(old_B, new_B, word_bytes=2)  -> code, number of changed words
-    encode_parts(old_B, new_B, parts, word_bytes=2)  -> the same of parts
+    compare(old_B, new_B, parts, word_bytes=2)       -> the changes of parts
+    encode_changes(changes of buffers)               -> the same of each part
     apply(code, buffer_B)               turns old_B into new_B, in place
     begin_applying(code, nbytes)        the same, while threads read the code
 
@@ -12,9 +13,9 @@ small update are -1 or 1. A step or a gap takes a symbol, and Huffman's code sho
 (`deflate.py`). Where gaps are long, their lower bytes are apart, because no code can shorten those.
 
 Symbols are made and shortened on the buffer's device, and read on the host by several threads, with
-zlib. `encode_parts` and `begin_applying` return while threads work.
+zlib. `encode_changes` and `begin_applying` return while threads work.
 
-Axes: B = bytes, C = changed words, S = symbols, W = words.
+Axes: B = bytes, C = changed words, D = parts that changed, S = symbols, W = words.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import torch
 
 from orchestrator.errors import TransferError
 from weight_transfer import deflate
-from weight_transfer.deflate import SYMBOLS, Table
+from weight_transfer.deflate import Table
 
 ESCAPE = 255
 """In gaps: add this, and the next symbol. In steps: the value is in another stream."""
@@ -46,7 +47,8 @@ SEGMENT = 1 << 20
 """Symbols of one stream, which one thread reads."""
 MAX_THREADS = 16
 MOST_AT_ONCE = 1 << 23
-"""Changes of several parts that a device encodes together. Each takes some 60 bytes meanwhile."""
+"""Changes of several parts that a device encodes together. Each takes some 60 bytes meanwhile. A
+trainer collects half as many of its buffers."""
 SAMPLE = 1 << 16
 """Symbols from which a code is made."""
 _HEAD = struct.Struct("<4sBB6Q")
@@ -56,8 +58,11 @@ _MAGIC = b"spd1"
 _WORDS = {1: torch.int8, 2: torch.int16}
 _NO_CODE = (ValueError, IndexError, KeyError, struct.error, zlib.error)
 Symbols: TypeAlias = npt.NDArray[np.uint8]
-Tables: TypeAlias = dict[tuple[int, int], tuple[Table, ...]]
-"""Codes of gaps and of steps, by lower bytes of a gap and half octaves of the mean gap."""
+Key: TypeAlias = tuple[int, int, int, int]
+"""0 for gaps or 1 for steps, bytes of a word, lower bytes of a gap, and half octaves of the part's
+mean gap."""
+Tables: TypeAlias = dict[Key, Table]
+"""The code of symbols of each kind."""
 
 
 def encode(old_B: torch.Tensor, new_B: torch.Tensor, *, word_bytes: int) -> tuple[bytes, int]:
@@ -67,7 +72,8 @@ def encode(old_B: torch.Tensor, new_B: torch.Tensor, *, word_bytes: int) -> tupl
         old_B, new_B: contiguous uint8 of one size, a multiple of `word_bytes`, on one device.
         word_bytes: 1 or 2.
     """
-    (only,) = encode_parts(old_B, new_B, [(0, old_B.numel())], word_bytes=word_bytes)
+    changes = compare(old_B, new_B, [(0, old_B.numel())], word_bytes=word_bytes)
+    ((only,),) = encode_changes([changes])
     return bytes(only.arrived()[0]), only.changed
 
 
@@ -78,184 +84,249 @@ class Coding:
     changed: int
     """Number of changed words."""
     nbytes: int = 0
-    arriving: Future[tuple[bytearray, int]] | None = None
+    arriving: Future[tuple[Symbols, int]] | None = None
     """The code and its CRC-32. None: nothing changed, so it is empty."""
 
-    def arrived(self) -> tuple[bytes | bytearray, int]:
+    def arrived(self) -> tuple[Symbols, int]:
         """Wait for the code and its CRC-32."""
-        return (b"", 0) if self.arriving is None else self.arriving.result()
+        return (np.empty(0, np.uint8), 0) if self.arriving is None else self.arriving.result()
 
 
-def encode_parts(
-    old_B: torch.Tensor,
-    new_B: torch.Tensor,
-    parts: Sequence[tuple[int, int]],
-    *,
-    word_bytes: int,
-    tables: Tables | None = None,
-) -> list[Coding]:
-    """Encode parts of a buffer, each to a separate code.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What differs between two buffers, whose memory may be used again."""
 
-    The buffers may change afterwards on the current stream. The host waits for a GPU four times:
-    for the number of changes and that of each part, and for the numbers of symbols and of bits of
-    parts that change alike. Every 4 million symbols, and each new table, take waits more.
+    word_bytes: int
+    ends: Sequence[tuple[int, int]]
+    """First word of each part, and the one after its last. The first part begins at 0."""
+    at_C: torch.Tensor
+    """Places of the changed words, also of those between parts."""
+    old_C: torch.Tensor
+    new_C: torch.Tensor
+
+
+def compare(
+    old_B: torch.Tensor, new_B: torch.Tensor, parts: Sequence[tuple[int, int]], *, word_bytes: int
+) -> Changes:
+    """Find what differs. The buffers may change afterwards on the current stream.
+
+    The host waits for a GPU once, for the number of changes.
 
     Args:
         old_B, new_B: as in `encode`.
         parts: [begin, end) of each in bytes, ascending and without overlap.
-        tables: what other buffers of an update used; more are added.
     """
     first, last = parts[0][0], parts[-1][1]
-    dtype = _WORDS[word_bytes]
-    old_W, new_W = old_B[first:last].view(dtype), new_B[first:last].view(dtype)
-    ends = [((begin - first) // word_bytes, (end - first) // word_bytes) for begin, end in parts]
+    old_W, new_W = (one_B[first:last].view(_WORDS[word_bytes]) for one_B in (old_B, new_B))
     at_C = (old_W != new_W).nonzero().view(-1)
-    found = torch.searchsorted(at_C, deflate.on(torch.tensor(ends), at_C.device)).tolist()
-    codings = [Coding(changed=k - i) for i, k in found]
-    for low_bytes, group in _groups(ends, found):
-        here = [ends[n] for n in group], [found[n] for n in group]
-        changes = _Changes.of(
-            old_W, new_W, at_C, *here, low_bytes=low_bytes, tables={} if tables is None else tables
-        )
-        for place, n in enumerate(group):
-            codings[n] = changes.coding(place)
-    return codings
+    return Changes(
+        word_bytes=word_bytes,
+        ends=[((begin - first) // word_bytes, (end - first) // word_bytes) for begin, end in parts],
+        at_C=at_C,
+        old_C=old_W[at_C],
+        new_C=new_W[at_C],
+    )
 
 
-def _groups(
-    ends: Sequence[tuple[int, int]], found: Sequence[Sequence[int]]
-) -> list[tuple[int, list[int]]]:
-    """Lower bytes of the gaps, and successive parts that are encoded together. Pure.
+def encode_changes(
+    buffers: Sequence[Changes], *, tables: Tables | None = None
+) -> list[list[Coding]]:
+    """Encode the parts of buffers, each to a separate code.
+
+    The host waits for a GPU once for the changes of each part, and twice for every MOST_AT_ONCE of
+    them: for their symbols, and for the bits of these. New tables take one wait more.
 
     Args:
-        ends: first word of each part, and the one after its last.
-        found: first change of each part, and the one after its last.
+        tables: what other buffers of an update used; more are added.
     """
-    groups, count = list[tuple[int, list[int]]](), 0
-    for n, ((b, e), (i, k)) in enumerate(zip(ends, found, strict=True)):
-        if i == k:
-            continue
-        mean_gap = (e - b) / (k - i)
-        low_bytes = 0 if mean_gap < LONG_GAP else 1 if mean_gap < VERY_LONG_GAP else 2
-        if not groups or groups[-1][0] != low_bytes or count + k - i > MOST_AT_ONCE:
-            groups.append((low_bytes, []))
-            count = 0
-        groups[-1][1].append(n)
-        count += k - i
+    if not buffers:
+        return []
+    tables = {} if tables is None else tables
+    # All buffers are one row of words.
+    bases = itertools.accumulate((one.ends[-1][1] for one in buffers), initial=0)
+    placed = list(zip(bases, buffers, strict=False))
+    row = (
+        _cat([one.at_C + base if base else one.at_C for base, one in placed]),
+        _cat([one.old_C for one in buffers]),
+        _cat([one.new_C for one in buffers]),
+    )
+    ends = [(base + begin, base + end) for base, one in placed for begin, end in one.ends]
+    found = torch.searchsorted(row[0], deflate.on(torch.tensor(ends), row[0].device)).tolist()
+    word_bytes = [one.word_bytes for one in buffers for _ in one.ends]
+    parts = [_Part(w, *at, *of) for w, at, of in zip(word_bytes, ends, found, strict=True)]
+    codings = dict[_Part, Coding]()
+    for group in _groups([part for part in parts if part.changed]):
+        codings.update(zip(group, _begun(*row, group, tables), strict=True))
+    rest = iter([codings.get(part, Coding(changed=0)) for part in parts])
+    return [list(itertools.islice(rest, len(one.ends))) for one in buffers]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The words and the changes of a part, [begin, end) and [first, last)."""
+
+    word_bytes: int
+    begin: int
+    end: int
+    first: int
+    last: int
+
+    @property
+    def changed(self) -> int:
+        return self.last - self.first
+
+    @property
+    def mean_gap(self) -> float:
+        return (self.end - self.begin) / self.changed
+
+    @property
+    def kind(self) -> tuple[int, int]:
+        """Bytes of a word and lower bytes of a gap; parts differ in neither if coded together."""
+        return self.word_bytes, (self.mean_gap >= LONG_GAP) + (self.mean_gap >= VERY_LONG_GAP)
+
+
+def _groups(parts: Sequence[_Part]) -> list[list[_Part]]:
+    """Parts that are encoded together; each has changes. Pure."""
+    groups, latest = list[list[_Part]](), dict[tuple[int, int], list[_Part]]()
+    for part in parts:
+        group = latest.get(part.kind)
+        if group is None or sum(one.changed for one in (*group, part)) > MOST_AT_ONCE:
+            group = latest[part.kind] = []
+            groups.append(group)
+        group.append(part)
     return groups
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Changes:
-    """The streams of all parts, on their way to host memory."""
+def _begun(
+    at_C: torch.Tensor,
+    old_C: torch.Tensor,
+    new_C: torch.Tensor,
+    parts: Sequence[_Part],
+    tables: Tables,
+) -> list[Coding]:
+    """Make the streams of parts of one kind on the device, and have threads put them together.
 
-    word_bytes: int
-    found: Sequence[Sequence[int]]
-    """First change of each part, and the one after its last."""
-    placed: Sequence[Sequence[int]]
-    """Of each part the first symbol of its gaps, the one after their last, and the escaped steps
-    before its end."""
-    streams: Sequence[Sequence[torch.Tensor]]
-    """Of each part's gaps, then of each part's steps: the segments."""
-    low_CN: torch.Tensor | None
-    """Lower bytes of the gaps."""
-    long_steps: torch.Tensor
-    arrived: torch.cuda.Event | None
+    Args:
+        at_C, old_C, new_C: changes of all buffers.
+    """
+    word_bytes, low_bytes = parts[0].kind
+    is_one = all(one.last == two.first for one, two in itertools.pairwise(parts))
+    runs = [(parts[0].first, parts[-1].last)] if is_one else [(p.first, p.last) for p in parts]
+    at_C, old_C, new_C = (_cat([one_C[i:k] for i, k in runs]) for one_C in (at_C, old_C, new_C))
+    firsts = [0, *itertools.accumulate(part.changed for part in parts)]
+    codes_C = _codes(old_C.to(_WORDS[word_bytes]), new_C.to(_WORDS[word_bytes]))
+    symbols_S, gap_ends, low_CN, long_S, long_ends = _symbols(at_C, codes_C, parts, firsts)
+    octaves = [round(2 * math.log2(part.mean_gap)) for part in parts]
+    keys = [(steps, word_bytes, low_bytes, octave) for steps in (0, 1) for octave in octaves]
+    spans = list(itertools.pairwise([0, *gap_ends]))
+    spans += [(gap_ends[-1] + i, gap_ends[-1] + k) for i, k in itertools.pairwise(firsts)]
+    used = _tables(symbols_S, spans, keys, tables)
+    numbers = {key: number for number, key in enumerate(used)}
+    pieces = [_segments(*span, numbers[key]) for span, key in zip(spans, keys, strict=True)]
+    packed = deflate.pack(symbols_S, list(itertools.chain(*pieces)), list(used.values()))
 
-    @staticmethod
-    def of(
-        old_W: torch.Tensor,
-        new_W: torch.Tensor,
-        at_C: torch.Tensor,
-        ends: Sequence[tuple[int, int]],
-        found: Sequence[Sequence[int]],
-        *,
-        low_bytes: int,
-        tables: Tables,
-    ) -> _Changes:
-        """Make the streams on the buffers' device.
-
-        Args:
-            at_C: places of the buffer's changes, of which parts have `found`; none is empty.
-        """
-        if any(k != i for (_, k), (i, _) in itertools.pairwise(found)):  # some belong to no part
-            at_C = torch.cat([at_C[i:k] for i, k in found])
-        else:
-            at_C = at_C[found[0][0] : found[-1][1]]
-        until = list(itertools.accumulate((k - i for i, k in found), initial=0))
-        found = list(itertools.pairwise(until))
-        rows = [(i, k - 1, begin) for (begin, _), (i, k) in zip(ends, found, strict=True)]
-        firsts_D, lasts_D, begins_D = deflate.on(torch.tensor(rows), at_C.device).unbind(1)
-        gaps_C = at_C.clone()
-        gaps_C[1:] -= at_C[:-1] + 1
-        gaps_C[firsts_D] = at_C[firsts_D] - begins_D
-        low = [(gaps_C >> 8 * n & 255).to(torch.uint8) for n in range(low_bytes)]
-        gaps_C = gaps_C >> 8 * low_bytes if low_bytes else gaps_C
-        counts_C = torch.div(gaps_C, ESCAPE, rounding_mode="floor") + 1
-        ends_C = torch.cumsum(counts_C, 0)
-        steps_C = _ordered(new_W[at_C]) - _ordered(old_W[at_C])
-        steps_C = steps_C.to(old_W.dtype).int()
-        codes_C = torch.where(steps_C > 0, 2 * steps_C - 2, -2 * steps_C - 1)  # 1, -1, 2, -2, ...
-        is_long_C = codes_C >= ESCAPE
-        long_C = is_long_C.cumsum(0)
-        starts_D = ends_C[firsts_D] - counts_C[firsts_D]
-        placed = torch.stack((starts_D, ends_C[lasts_D], long_C[lasts_D]), 1).tolist()
-        _, num_gaps, num_long = placed[-1]
-
-        symbols_S = codes_C.new_full((num_gaps + len(at_C),), ESCAPE)
-        symbols_S[ends_C - 1] = (gaps_C % ESCAPE).int()
-        symbols_S[num_gaps:] = codes_C.clamp(max=ESCAPE)
-        words = sum(end - begin for begin, end in ends)
-        key = low_bytes, round(2 * math.log2(words / len(at_C)))
-        both = tables.get(key) or tuple(map(_table, (symbols_S[:num_gaps], symbols_S[num_gaps:])))
-        if len(at_C) >= SAMPLE:  # else its own are better, and quickly made
-            tables[key] = both
-        symbols_S[num_gaps:] += SYMBOLS
-        streams = [(b, e, 0) for b, e, _ in placed]
-        streams += [(num_gaps + i, num_gaps + k, 1) for i, k in found]
-        pieces = [_segments(*stream) for stream in streams]
-        packed = deflate.pack(symbols_S, list(itertools.chain(*pieces)), both)
-
-        # Every step has a place; those with a symbol share the last one, which is dropped.
-        long_steps = codes_C.new_empty(num_long + 1, dtype=torch.int16)
-        if num_long:
-            long_steps[torch.where(is_long_C, long_C - 1, num_long)] = codes_C.to(torch.int16)
-        tensors = [memory for memory, _ in packed]
-        tensors += [long_steps[:-1], *([torch.stack(low, 1)] if low else [])]
-        copies, arrived = _to_host(tensors)
-        segments = iter(
-            [copy[b:e] for copy, (_, spans) in zip(copies, packed, strict=False) for b, e in spans]
-        )
-        return _Changes(
-            word_bytes=old_W.element_size(),
-            found=found,
-            placed=placed,
-            streams=[list(itertools.islice(segments, len(one))) for one in pieces],
-            low_CN=copies[-1] if low else None,
-            long_steps=copies[len(packed)],
-            arrived=arrived,
-        )
-
-    def coding(self, part: int) -> Coding:
-        """Have a thread put a part's code together."""
-        (i, k), (b, e, until) = self.found[part], self.placed[part]
-        since = self.placed[part - 1][2] if part else 0
-        gaps, steps = self.streams[part], self.streams[len(self.found) + part]
-        low = [] if self.low_CN is None else [self.low_CN[i:k]]
-        streams = (_with_sizes(gaps), low, _with_sizes(steps), [self.long_steps[since:until]])
-        sizes = [sum(one.nbytes for one in stream) for stream in streams]
-        low_bytes = 0 if self.low_CN is None else self.low_CN.shape[1]
-        head = _HEAD.pack(_MAGIC, self.word_bytes, low_bytes, k - i, e - b, *sizes)
-        tensors = list(itertools.chain(*streams))
-        return Coding(
-            changed=k - i,
-            nbytes=len(head) + sum(sizes),
-            arriving=_threads().submit(_joined, head, tensors, self.arrived),
-        )
+    tensors = [*(memory for memory, _ in packed), low_CN, long_S]
+    (*copies, low, long_steps), arrived = _to_host(tensors)
+    segments = iter(
+        [copy[b:e] for copy, (_, here) in zip(copies, packed, strict=True) for b, e in here]
+    )
+    coded = [_with_sizes(list(itertools.islice(segments, len(one)))) for one in pieces]
+    streams = zip(
+        coded[: len(parts)],
+        np.split(low, [low_bytes * k for k in firsts[1:-1]]),
+        coded[len(parts) :],
+        np.split(long_steps, [2 * k for k in long_ends[:-1]]),
+        strict=True,
+    )
+    return [
+        _coding((*part.kind, part.changed, e - b), (gaps, [lows], steps, [longs]), arrived)
+        for part, (b, e), (gaps, lows, steps, longs) in zip(parts, spans, streams, strict=False)
+    ]
 
 
-def _table(symbols_S: torch.Tensor) -> Table:
-    return Table.of(symbols_S[:: -(-len(symbols_S) // SAMPLE)])
+def _symbols(
+    at_C: torch.Tensor, codes_C: torch.Tensor, parts: Sequence[_Part], firsts: Sequence[int]
+) -> tuple[torch.Tensor, list[int], torch.Tensor, torch.Tensor, list[int]]:
+    """The symbols, and what has none, of several parts.
+
+    Args:
+        firsts: first change of each part, and the number of changes.
+
+    Returns: symbols of all gaps, then of all steps; the end of each part's gaps; lower bytes of
+        the gaps; escaped steps, uint16 as int16; the end of each part's.
+    """
+    spans = zip(itertools.pairwise(firsts), parts, strict=True)
+    rows = torch.tensor([(i, k - 1, part.begin - 1) for (i, k), part in spans])
+    firsts_D, lasts_D, before_D = deflate.on(rows, at_C.device).unbind(1)
+    before_C = at_C.roll(1)
+    before_C[firsts_D] = before_D
+    gaps_C = at_C - before_C - 1
+    if max(part.end - part.begin for part in parts) < 1 << 31:
+        gaps_C = gaps_C.int()
+    low_bytes = parts[0].kind[1]
+    low_CN = gaps_C.view(torch.uint8).view(len(at_C), -1)[:, :low_bytes].contiguous()
+    gaps_C = gaps_C >> 8 * low_bytes
+    ends_C = (gaps_C // ESCAPE + 1).cumsum(0)
+    is_long_C = codes_C >= ESCAPE
+    long_C = is_long_C.cumsum(0)
+    gap_ends, long_ends = torch.stack((ends_C[lasts_D], long_C[lasts_D])).tolist()
+    num_gaps, num_long = gap_ends[-1], long_ends[-1]
+    symbols_S = codes_C.new_full((num_gaps + len(at_C),), ESCAPE)
+    symbols_S[ends_C - 1] = (gaps_C % ESCAPE).int()
+    torch.clamp(codes_C, max=ESCAPE, out=symbols_S[num_gaps:])
+    # Every step has a place; those with a symbol share the last one, which is dropped.
+    long_S = codes_C.new_empty(num_long + 1, dtype=torch.int16)
+    if num_long:
+        long_S[torch.where(is_long_C, long_C - 1, num_long)] = codes_C.to(torch.int16)
+    return symbols_S, gap_ends, low_CN, long_S[:-1], long_ends
+
+
+def _coding(
+    numbers: tuple[int, ...], streams: Sequence[Sequence[Symbols]], arrived: torch.cuda.Event | None
+) -> Coding:
+    """Have a thread put a code together.
+
+    Args:
+        numbers: those in its head before the sizes of the streams.
+    """
+    sizes = [sum(one.nbytes for one in stream) for stream in streams]
+    head = np.frombuffer(_HEAD.pack(_MAGIC, *numbers, *sizes), np.uint8)
+    arriving = _threads().submit(_code, [head, *itertools.chain(*streams)], arrived)
+    return Coding(changed=numbers[2], nbytes=len(head) + sum(sizes), arriving=arriving)
+
+
+def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _codes(old_C: torch.Tensor, new_C: torch.Tensor) -> torch.Tensor:
+    """Of a step up by 1, down by 1, up by 2, ...: 0, 1, 2, ...; as int32. They wrap as words do."""
+    old_C, new_C = _ordered(torch.stack((old_C, new_C)))
+    back_C = old_C - new_C
+    bits = 8 * back_C.element_size()
+    return (((back_C << 1) ^ (back_C >> bits - 1)) - 1).int() & (1 << bits) - 1
+
+
+def _tables(
+    symbols_S: torch.Tensor, spans: Sequence[tuple[int, int]], keys: Sequence[Key], tables: Tables
+) -> Tables:
+    """The code of each key, made for its spans of symbols if there is none."""
+    missing = dict[Key, list[tuple[int, int]]]()
+    for span, key in zip(spans, keys, strict=True):
+        if key not in tables:
+            missing.setdefault(key, []).append(span)
+    counts = {key: sum(e - b for b, e in those) for key, those in missing.items()}
+    samples = {
+        key: _cat([symbols_S[b : e : -(-counts[key] // SAMPLE)] for b, e in those])
+        for key, those in missing.items()
+    }
+    made = Tables()
+    if samples:
+        sampled = torch.cat([*samples.values()]).cpu().split([*map(len, samples.values())])
+        made = {key: Table.of(sample) for key, sample in zip(samples, sampled, strict=True)}
+    # Those of few symbols are quickly made, and serve no other.
+    tables.update((key, table) for key, table in made.items() if counts[key] >= SAMPLE)
+    return {key: tables.get(key) or made[key] for key in keys}
 
 
 def _segments(begin: int, end: int, table: int) -> list[deflate.Piece]:
@@ -263,37 +334,32 @@ def _segments(begin: int, end: int, table: int) -> list[deflate.Piece]:
     return [(b, e, table) for b, e in itertools.pairwise(cuts)]
 
 
-def _with_sizes(segments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _with_sizes(segments: list[Symbols]) -> list[Symbols]:
     """The segments of a stream, and before them their sizes (uint32)."""
-    sizes = np.array([one.nbytes for one in segments], "<u4")
-    return [torch.from_numpy(sizes.view(np.uint8)), *segments]
+    return [np.array([one.nbytes for one in segments], "<u4").view(np.uint8), *segments]
 
 
-def _joined(
-    head: bytes, tensors: Sequence[torch.Tensor], arrived: torch.cuda.Event | None
-) -> tuple[bytearray, int]:
-    """A code and its CRC-32, as soon as its parts are there."""
+def _code(parts: Sequence[Symbols], arrived: torch.cuda.Event | None) -> tuple[Symbols, int]:
+    """A code and its CRC-32, as soon as its parts are there. The GIL is free meanwhile."""
     if arrived is not None:
         # Without its device, CUDA would make a context on GPU 0, some 500 MB for each rank.
         torch.cuda.set_device(arrived.device)
         arrived.synchronize()
-    parts = (one.reshape(-1).view(torch.uint8).numpy().data for one in tensors)
-    code = bytearray(b"").join((head, *parts))
-    return code, zlib.crc32(code)
+    code = np.concatenate(parts)
+    return code, zlib.crc32(code.data)
 
 
-def _to_host(
-    tensors: Sequence[torch.Tensor],
-) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
-    """Copies in host memory, and when they are there. The host does not wait for a GPU."""
-    if not tensors[0].is_cuda:
-        return list(tensors), None
-    copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-    for copy, tensor in zip(copies, tensors, strict=True):
-        copy.copy_(tensor, non_blocking=True)
+def _to_host(tensors: Sequence[torch.Tensor]) -> tuple[list[Symbols], torch.cuda.Event | None]:
+    """Their bytes in host memory, and when they are there. The host does not wait for a GPU."""
+    bytes_ = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
+    if not bytes_[0].is_cuda:
+        return [one_B.numpy() for one_B in bytes_], None
+    copies = [torch.empty(len(one_B), dtype=torch.uint8, pin_memory=True) for one_B in bytes_]
+    for copy, one_B in zip(copies, bytes_, strict=True):
+        copy.copy_(one_B, non_blocking=True)
     arrived = torch.cuda.Event(blocking=True)
     arrived.record(torch.cuda.current_stream(tensors[0].device))
-    return copies, arrived
+    return [copy.numpy() for copy in copies], arrived
 
 
 def apply(code: bytes | memoryview, buffer_B: torch.Tensor) -> int:
@@ -331,7 +397,7 @@ class Applying:
         codes_C = deflate.on(read.codes_C, device).int() & 0xFFFF
         steps_C = torch.where(codes_C & 1 > 0, -(codes_C + 1 >> 1), (codes_C >> 1) + 1)
         moved_C = (_ordered(words_W[at_C]) + steps_C).to(words_W.dtype)
-        words_W[at_C] = _ordered(moved_C).to(words_W.dtype)
+        words_W[at_C] = _ordered(moved_C)
         return read.at_C.numel()
 
 
@@ -402,9 +468,9 @@ def _not_readable(nbytes: int, error: Exception) -> TransferError:
 
 
 def _ordered(words: torch.Tensor) -> torch.Tensor:
-    """Floats' bits as int32 in the order of their values, and back: its own inverse."""
+    """Floats' bits as integers in the order of their values, and back: its own inverse."""
     top = 8 * words.element_size() - 1
-    return (words ^ ((words >> top) & (1 << top) - 1)).int()
+    return words ^ ((words >> top) & (1 << top) - 1)
 
 
 # ------------------------------------------------------------ streams

@@ -208,7 +208,7 @@ def test_an_element_that_stays_minus_zero_still_travels() -> None:
     assert changed == 1 and messages[0].nbytes > 0
 
 
-def test_a_buffer_may_change_once_its_encoding_has_begun() -> None:
+def test_a_buffer_may_change_once_it_was_compared() -> None:
     """It is filled again only for parts whose codes are no shorter."""
     fills = []
     old_B, new_B = some_changes(5, 0.02)
@@ -216,8 +216,9 @@ def test_a_buffer_may_change_once_its_encoding_has_begun() -> None:
     parts = [Delivery(peers=(), begin=begin, end=begin + 1024) for begin in range(0, SIZE, 1024)]
     wanted, changed = changes.encode_buffer(old_B, new_B, parts, word_bytes=2)
     room_B = new_B.clone()
-    encoding = changes.begin_encoding(old_B, room_B, parts, word_bytes=2)
+    compared = changes.compare(old_B, room_B, parts, word_bytes=2)
     room_B.zero_()
+    (encoding,) = changes.begin_encoding([compared])
     messages = encoding.messages(lambda: fills.append(1) or new_B)
     assert [m.row() for m in messages] == [m.row() for m in wanted] and len(fills) == 1
     assert [m.is_code for m in messages] == [True, True, False, False]

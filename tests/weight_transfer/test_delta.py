@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from orchestrator.errors import TransferError
 from tests.trainer_node.conftest import REPO
 from tests.weight_transfer.random_bits import random_bytes, seeded
 from weight_transfer import delta
+from weight_transfer.deflate import Table
 
 
 def check(old_B: torch.Tensor, new_B: torch.Tensor, word_bytes: int) -> bytes:
@@ -102,7 +104,8 @@ def test_parts_are_coded_apart(
     wanted = [new_B[b:e].clone() for b, e in parts]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(delta, "MOST_AT_ONCE", most_at_once)
-        codings = delta.encode_parts(old_B, new_B, parts, word_bytes=word_bytes)
+        found = delta.compare(old_B, new_B, parts, word_bytes=word_bytes)
+        (codings,) = delta.encode_changes([found])
     old_B.zero_()
     new_B.zero_()
     for coding, there_B, wanted_B in zip(codings, there, wanted, strict=True):
@@ -110,6 +113,48 @@ def test_parts_are_coded_apart(
         assert (len(code), zlib.crc32(code)) == (coding.nbytes, crc)
         assert delta.apply(bytes(code), there_B) == coding.changed
         assert torch.equal(there_B, wanted_B)
+
+
+@pytest.mark.parametrize("most_at_once", [1 << 23, 500])
+@settings(max_examples=100, deadline=None)
+@given(
+    buffers=st.lists(
+        st.tuples(
+            st.sampled_from([1, 2, 2]),
+            st.sampled_from([0, 1, 300, 20_000, 150_000]),
+            st.sampled_from([0.0, 1e-5, 0.001, 0.02, 1.0]),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    num_parts=st.integers(1, 3),
+    seed=st.integers(0, 2**30),
+)
+def test_buffers_are_coded_together(
+    most_at_once: int, buffers: list[tuple[int, int, float]], num_parts: int, seed: int
+) -> None:
+    """Of words of both sizes, and with short and long gaps. Each has its own codes."""
+    found, wanted, tables = [], [], dict[delta.Key, Table]()
+    for n, (word_bytes, words, share) in enumerate(buffers):
+        size = words * word_bytes
+        old_B, new_B = random_bytes(size, seed + n), random_bytes(size, seed + n + 1)
+        changes = torch.rand(words, generator=seeded(seed + n)) < share
+        new_B = torch.where(changes.repeat_interleave(word_bytes), new_B, old_B)
+        cuts = [word_bytes * (words * i // num_parts) for i in range(num_parts + 1)]
+        parts = list(itertools.pairwise(cuts))
+        found.append(delta.compare(old_B, new_B, parts, word_bytes=word_bytes))
+        wanted.append([(old_B[b:e].clone(), new_B[b:e].clone()) for b, e in parts])
+        old_B.zero_()
+        new_B.zero_()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delta, "MOST_AT_ONCE", most_at_once)
+        patch.setattr(delta, "SAMPLE", 100)  # so tables serve several encodings
+        coded = [delta.encode_changes(found[:2], tables=tables)]
+        coded += [delta.encode_changes(found[2:], tables=tables)]
+    for codings, parts in zip(itertools.chain(*coded), wanted, strict=True):
+        for coding, (there_B, wanted_B) in zip(codings, parts, strict=True):
+            assert delta.apply(bytes(coding.arrived()[0]), there_B) == coding.changed
+            assert torch.equal(there_B, wanted_B)
 
 
 def test_segments_are_compressed_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,15 +35,17 @@ from trainer_node.export.merger import Merger
 from trainer_node.export.sources import Delta
 from trainer_node.export.wire_export import WireExport
 from trainer_node.model.model import Model
+from weight_transfer import delta
 from weight_transfer.changes import (
     Buffers,
+    Compared,
     Encoding,
     Message,
     begin_encoding,
+    compare,
     drop_zero_signs,
     whole,
 )
-from weight_transfer.delta import Tables
 from weight_transfer.digest import PreparedDigest
 from weight_transfer.edges import Delivery, Step, digest_of_pieces
 from weight_transfer.layout import VECTOR_BYTES, chunk_offsets, views_of
@@ -90,7 +92,7 @@ class Layout:
         return whole(self.sizes[k]) if steps is None else steps[k].deliveries
 
     def word_bytes(self, k: int) -> int:
-        """As in `begin_encoding`."""
+        """As in `compare`."""
         specs, indices = self.manifest.tensors, self.tensors(k)
         if not self.unread.isdisjoint(indices):
             return 0
@@ -360,12 +362,14 @@ class Encoded:
 
 
 class _Encoder:
-    """Has a thread encode buffers, on a second stream, so that the device fills the
-    next buffers while the host waits for numbers of the last ones.
+    """Has a thread compare and encode buffers, on a second stream, so that the device fills the
+    next buffers while the host waits for numbers of the last ones. What changed in several buffers
+    is encoded together, because each encoding takes the host a hundred calls.
 
     Args:
         fill: returns the new bytes of a buffer once more.
         stream: that stream, of a GPU.
+        thread: with one worker.
     """
 
     def __init__(
@@ -373,54 +377,89 @@ class _Encoder:
         layout: Layout,
         fill: Callable[[int], torch.Tensor],
         stream: torch.cuda.Stream | None,
+        thread: ThreadPoolExecutor,
     ) -> None:
-        self._layout, self._fill, self._stream = layout, fill, stream
-        self._tables: Tables = {}
-        self._begun = deque[Future[tuple[int, Encoding]]]()
+        self._layout, self._fill, self._stream, self._thread = layout, fill, stream, thread
+        self._tables: delta.Tables = {}
+        self._comparing = deque[Future[tuple[int, Compared, torch.cuda.Event | None]]]()
+        self._compared: dict[int, Compared] = {}
+        self._changes = 0
+        """Of what was compared."""
+        self._encoding: Future[dict[int, Encoding]] | None = None
         self._done: dict[int, Encoding] = {}
         self.sent_bytes = 0
-        """Of the buffers that `wait` has waited for."""
+        """Of the buffers whose codes have their sizes: all but those of the last two encodings."""
 
-    def add(
-        self, thread: ThreadPoolExecutor, k: int, old_B: torch.Tensor, new_B: torch.Tensor
-    ) -> None:
+    def add(self, k: int, old_B: torch.Tensor, new_B: torch.Tensor) -> None:
         """Have buffer k encoded, as soon as the current stream has filled it."""
         filled = None
         if self._stream is not None:
             filled = torch.cuda.current_stream(self._layout.device).record_event()
-        self._begun.append(thread.submit(self._encode, k, old_B, new_B, filled))
+        self._comparing.append(self._thread.submit(self._compare, k, old_B, new_B, filled))
+
+    def wait(self, left: int) -> None:
+        """Wait until `left` buffers are not compared. The others may then change on this stream."""
+        while len(self._comparing) > left:
+            k, compared, read = self._comparing.popleft().result()
+            if read is not None:
+                read.wait()
+            _, changes = self._compared[k] = compared
+            # What travels as it is counts at once for the most bytes.
+            most = delta.MOST_AT_ONCE // 2
+            self._changes += most if changes is None else changes.at_C.numel()
+            if self._changes >= most:
+                self._begin()
+
+    def finish(self) -> None:
+        """Wait for every buffer."""
+        self.wait(0)
+        self._begin()
+        self._end()
+
+    def _begin(self) -> None:
+        """Encode what was compared, after the encoding before."""
+        self._end()
+        self._encoding = self._thread.submit(self._encode, self._compared)
+        self._compared, self._changes = {}, 0
+
+    def _end(self) -> None:
+        done = {} if self._encoding is None else self._encoding.result()
+        self.sent_bytes += sum(one.sent_bytes for one in done.values())
+        self._done |= done
 
     @torch.no_grad()
-    def _encode(
+    def _compare(
         self, k: int, old_B: torch.Tensor, new_B: torch.Tensor, filled: torch.cuda.Event | None
-    ) -> tuple[int, Encoding]:
+    ) -> tuple[int, Compared, torch.cuda.Event | None]:
         layout = self._layout
-        stream: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if filled is not None:
-            torch.cuda.set_device(layout.device)  # else a context of GPU 0 is made
-            stream = torch.cuda.stream(self._stream)
-        with stream:
+        with self._on_stream():
             if filled is not None:
                 filled.wait()
-            return k, begin_encoding(
+            compared = compare(
                 layout.as_read(k, old_B),
                 new_B,
                 layout.deliveries(k),
                 word_bytes=layout.word_bytes(k),
-                tables=self._tables,
             )
+            return k, compared, None if self._stream is None else self._stream.record_event()
 
-    def wait(self, left: int) -> None:
-        """Wait until `left` buffers are not encoded. The others may then change on this stream."""
-        while len(self._begun) > left:
-            k, encoding = self._begun.popleft().result()
-            self._done[k] = encoding
-            self.sent_bytes += encoding.sent_bytes
-            if self._stream is not None:
-                torch.cuda.current_stream(self._layout.device).wait_stream(self._stream)
+    @torch.no_grad()
+    def _encode(self, compared: Mapping[int, Compared]) -> dict[int, Encoding]:
+        with self._on_stream():
+            encodings = begin_encoding(list(compared.values()), tables=self._tables)
+            return dict(zip(compared, encodings, strict=True))
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        torch.cuda.set_device(self._layout.device)  # else a context of GPU 0 is made
+        with torch.cuda.stream(self._stream):
+            yield
 
     def messages(self) -> tuple[Buffers, int]:
-        """Of every buffer, and the number of changed words; `wait(0)` came before."""
+        """Of every buffer, and the number of changed words; `finish` came before."""
         buffers: list[Sequence[Message]] = [()] * self._layout.count
         for k, encoding in self._done.items():
             buffers[k] = encoding.messages(functools.partial(self._fill, k))
@@ -433,7 +472,7 @@ def encode(
 ) -> Encoded:
     """Encode every buffer of this rank; `layout.export` has been started.
 
-    It stops early after more than `most_bytes`.
+    It stops early after more than `most_bytes`, up to two encodings of several buffers late.
 
     Args:
         proves: digest the old tensors, also if this process has sent them.
@@ -445,12 +484,12 @@ def encode(
     rooms = [(layout.room(), layout.room()) for _ in range(2)]
     digests = published.digests(layout)
     again = published.kept if published.keeps(layout) else layout.filled
-    encoder = _Encoder(layout, again, published.stream)
     filled = (k for k in range(layout.count) if layout.sizes[k])
     with (
         ThreadPoolExecutor(1, "splice-encode") as thread,
         published.old_buffers(export) as old_bytes,
     ):
+        encoder = _Encoder(layout, again, published.stream, thread)
         for k, (new_room_B, old_room_B) in zip(filled, itertools.cycle(rooms), strict=False):
             encoder.wait(len(rooms) - 1)
             if encoder.sent_bytes > most_bytes:
@@ -460,8 +499,8 @@ def encode(
             old_B = old_bytes(k, new_B, old_room_B)
             if proves:
                 digests.add(layout, k, old_B, old_digests_N)
-            encoder.add(thread, k, old_B, new_B)
-        encoder.wait(0)
+            encoder.add(k, old_B, new_B)
+        encoder.finish()
     buffers, elements = encoder.messages()
     return Encoded(
         version=version,

@@ -46,6 +46,7 @@ class Layer:
     probs_N: torch.Tensor
     grad_NH: torch.Tensor
     counts_E: torch.Tensor
+    is_exact: bool = False
 
     @staticmethod
     def of(experts: int, hidden: int, inner: int, rows: int, device: str) -> Layer:

@@ -103,14 +103,14 @@ def _multiply(
 def _norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
     if norm.variance_size_override is not None or not norm.has_weight:
         raise _refuse("a norm over a part of its features, or without a weight")
-    summed = x if residual is None else x + residual
-    normed = kernels.rms_norm(summed, norm.weight.data, norm.variance_epsilon)
-    return normed if residual is None else (normed, summed)
+    weight, eps = norm.weight.data, norm.variance_epsilon
+    if residual is None:
+        return kernels.rms_norm(x, weight, eps)
+    return kernels.add_rms_norm(x, residual, weight, eps)
 
 
 def _swiglu(_: Any, x: torch.Tensor) -> torch.Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return kernels.silu(gate) * up
+    return kernels.swiglu(x)
 
 
 def _route(

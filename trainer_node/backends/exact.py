@@ -11,6 +11,7 @@ Axes: see `weight_transfer.exact.kernels` and `experts`.
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron.core.extensions.transformer_engine import (
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import attention
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.router import TopKRouter
 from torch.nn import functional
 
@@ -60,7 +62,10 @@ def use(model: Any, config: Any, device: torch.device) -> None:
         if isinstance(module, TopKRouter):
             module.gating = functools.partial(_gating, module)
             module.routing = functools.partial(_routing, module)
-    config.activation_func = _silu
+        if type(module) is MLP:
+            module.config = copy.copy(config)
+            module.config.use_te_activation_func = True  # one function for both halves
+            module.activation_func = kernels.trained_swiglu
     setattr(config, _FLAG, True)
     if not hasattr(attention.apply_rotary_pos_emb, "__wrapped__"):
         attention.apply_rotary_pos_emb = _rotary(attention.apply_rotary_pos_emb)
@@ -84,11 +89,6 @@ def _norm(module: Any, name: str, x: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
     return kernels.differentiable(functools.partial(kernels.rms_norm, eps=eps), ordinary, x, weight)
-
-
-@functools.wraps(functional.silu)
-def _silu(x: torch.Tensor) -> torch.Tensor:
-    return kernels.differentiable(kernels.silu, functional.silu, x)
 
 
 def _gating(router: Any, x: torch.Tensor) -> torch.Tensor:
@@ -154,12 +154,10 @@ def _attend(
     starts, scale = packed_seq_params.cu_seqlens_q, module.softmax_scale
     most = packed_seq_params.max_seqlen_q
     exact = functools.partial(kernels.attend_pack, starts=starts, most=most, scale=scale)
-    if query.is_cuda:
-        flash = kernels.on_gpu().attend_ordinary
-        ordinary = functools.partial(flash, starts=starts, most=most, scale=scale)
-        return kernels.differentiable(exact, ordinary, query, key, value)
+    if query.is_cuda:  # it has gradients there
+        return exact(query, key, value)
 
-    def by_sequence(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def ordinary(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return attend(
             query,
             key,
@@ -171,4 +169,4 @@ def _attend(
             context_group=module._context_group,
         )
 
-    return kernels.differentiable(exact, by_sequence, query, key, value)
+    return kernels.differentiable(exact, ordinary, query, key, value)

@@ -21,7 +21,6 @@ experts, H = hidden size, F = an expert's inner size, R = rank, padded to a mult
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -354,7 +353,7 @@ ORDINARY = _Operations(
     lambda x_NI, w_EOI, ends_E: grouped_matmul(x_NI, w_EOI.transpose(1, 2), ends_E), swiglu, combine
 )
 EXACT = _Operations(
-    exact.product, lambda inner: exact.swiglu(inner.y_N2F, inner.probs_N), exact.combined
+    exact.product, lambda inner: kernels.swiglu(inner.y_N2F, inner.probs_N), exact.combined
 )
 
 
@@ -461,8 +460,7 @@ def obstacle(config: Any, device: torch.device) -> str | None:
     a GPU. Experts that every token takes stay Megatron's.
     """
     sizes = (config.hidden_size, config.moe_ffn_hidden_size)
-    activation = inspect.unwrap(config.activation_func)
-    if not config.gated_linear_unit or activation is not functional.silu:
+    if not config.gated_linear_unit or config.activation_func is not functional.silu:
         return "their activation is not SwiGLU"
     if config.activation_func_clamp_value is not None or config.glu_linear_offset:
         return "their SwiGLU is clamped or shifted"

@@ -48,12 +48,6 @@ def product(x_NI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) 
     return torch.cat([kernels.linear(x, w) for x, w in zip(parts, weight_EOI, strict=True)])
 
 
-def swiglu(y_N2F: torch.Tensor, shares_N: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up * share, in fp32, rounded once. [N, F]"""
-    gate, up = y_N2F.float().chunk(2, dim=1)
-    return (kernels.silu(gate) * up * shares_N[:, None]).to(y_N2F.dtype)
-
-
 def combined(y_NH: torch.Tensor, row_TK: torch.Tensor) -> torch.Tensor:
     """The sum of each token's rows, in fp32, rounded once. [T, H]"""
     return _added([y_NH[row_T].float() for row_T in row_TK.unbind(1)]).to(y_NH.dtype)
@@ -80,5 +74,5 @@ def mlp(
     row_N = torch.empty_like(choice_N)
     row_N[choice_N] = torch.arange(len(choice_N), device=x_TH.device)
     y_N2F = product(x_TH[choice_N // experts_TK.shape[1]], fc1_E2FH, ends_E)
-    inner_NF = swiglu(y_N2F, shares_TK.flatten()[choice_N])
+    inner_NF = kernels.swiglu(y_N2F, shares_TK.flatten()[choice_N])
     return combined(product(inner_NF, fc2_EHF, ends_E), row_N.view_as(experts_TK))

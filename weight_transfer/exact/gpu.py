@@ -1,4 +1,4 @@
-"""The products, norms and attention of `weight_transfer.exact.kernels` on a GPU, in Triton.
+"""The products, norms, SwiGLU and attention of `weight_transfer.exact.kernels` on a GPU, in Triton.
 
 Numbers are bf16, and sums are fp32. A row's bits do not depend on its place in a tile: a tensor
 core computes each row of a tile by itself, and adds up its products from the first feature, or key,
@@ -188,14 +188,19 @@ def _by_the_second(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_kernel(
-    x_ptr, gamma_ptr, out_ptr, num_rows, eps,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
+    x_ptr, residual_ptr, gamma_ptr, out_ptr, sum_ptr, num_rows, eps,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip # many constants
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     h = tl.arange(0, PADDED)
     here = (n < num_rows)[:, None] & (h < SIZE)[None, :]
     places = n.to(tl.int64)[:, None] * SIZE + h[None, :]
     x = tl.load(x_ptr + places, mask=here, other=0.0).to(tl.float32)
+    if ADDS:  # rounded, as the sum that the next layer gets
+        x += tl.load(residual_ptr + places, mask=here, other=0.0).to(tl.float32)
+        x = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + places, x, mask=here)
+        x = x.to(tl.float32)
     gamma = tl.load(gamma_ptr + h, mask=h < SIZE, other=0.0).to(tl.float32)
     square = tl.sum(x * x, 1)
     scale = 1.0 / tl.sqrt_rn(square / SIZE + eps)
@@ -205,16 +210,94 @@ def _norm_kernel(
 
 def rms_norm(x: torch.Tensor, gamma_H: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm over the last axis, rounded once."""
+    return _normed(x, None, gamma_H, eps)[0]
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, gamma_H: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm of x + residual, and that sum."""
+    return _normed(x, residual, gamma_H, eps)
+
+
+def _normed(
+    x: torch.Tensor, residual: torch.Tensor | None, gamma_H: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     rows = _rows_of(x)
     num, size = rows.shape
     padded = triton.next_power_of_2(size)
     high = max(1, 2048 // padded)
-    result = torch.empty_like(rows)
+    adds, result = residual is not None, torch.empty_like(rows)
+    other = rows if residual is None else _rows_of(residual)
+    total = torch.empty_like(rows) if adds else rows
     if num:
         _norm_kernel[(triton.cdiv(num, high),)](
-            rows, gamma_H, result, num, eps, size, high, padded, num_warps=4
+            rows, other, gamma_H, result, total, num, eps, size, high, padded, adds, num_warps=4
         )
-    return result.view(x.shape)
+    return result.view(x.shape), total.view(x.shape)
+
+
+# ---------------------------------------------------------------- SwiGLU
+
+
+@triton.jit
+def _swiglu_kernel(
+    x_ptr, share_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr
+):
+    n, f = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = x_ptr + n * 2 * SIZE + f
+    gate = tl.load(row, mask=f < SIZE, other=0.0).to(tl.float32)
+    up = tl.load(row + SIZE, mask=f < SIZE, other=0.0).to(tl.float32)
+    out = gate / (1.0 + tl.exp(-gate)) * up
+    if SHARED:
+        out = out * tl.load(share_ptr + n)
+    tl.store(out_ptr + n * SIZE + f, out.to(out_ptr.dtype.element_ty), mask=f < SIZE)
+
+
+@triton.jit
+def _swiglu_backward_kernel(grad_ptr, x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    n, f = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, here = n * 2 * SIZE + f, f < SIZE
+    gate = tl.load(x_ptr + row, mask=here, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row + SIZE, mask=here, other=0.0).to(tl.float32)
+    grad = tl.load(grad_ptr + n * SIZE + f, mask=here, other=0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    to_gate = grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    tl.store(out_ptr + row, to_gate.to(out_ptr.dtype.element_ty), mask=here)
+    to_up = grad * gate * sigmoid
+    tl.store(out_ptr + row + SIZE, to_up.to(out_ptr.dtype.element_ty), mask=here)
+
+
+_SWIGLU_BLOCK = 1024
+
+
+def swiglu(x: torch.Tensor, shares_N: torch.Tensor | None = None) -> torch.Tensor:
+    """silu of the first half times the second half, in fp32, rounded once. [..., 2 F] -> [..., F].
+
+    Args:
+        shares_N: factors of the rows, fp32.
+    """
+    rows = _rows_of(x)
+    num, size = len(rows), rows.shape[1] // 2
+    out = rows.new_empty(num, size)
+    if num:
+        _swiglu_kernel[(num, triton.cdiv(size, _SWIGLU_BLOCK))](
+            rows, rows if shares_N is None else shares_N.contiguous(), out, size, _SWIGLU_BLOCK,
+            shares_N is not None, num_warps=4,
+        )  # fmt: skip # many arguments
+    return out.view(*x.shape[:-1], size)
+
+
+def swiglu_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The gradient of `swiglu`'s input without shares, [..., 2 F]."""
+    rows, grads = _rows_of(x), _rows_of(grad)
+    num, size = grads.shape
+    out = torch.empty_like(rows)
+    if num:
+        _swiglu_backward_kernel[(num, triton.cdiv(size, _SWIGLU_BLOCK))](
+            grads, rows, out, size, _SWIGLU_BLOCK, num_warps=4
+        )
+    return out.view(x.shape)
 
 
 # ---------------------------------------------------------------- rotary embeddings
@@ -259,13 +342,13 @@ def rotate(
 # ---------------------------------------------------------------- attention
 
 
-@triton.jit(do_not_specialize=["stride_table"])
+@triton.jit(do_not_specialize=["stride_table", "num_rows"])
 def _attend_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, lengths_ptr, key_starts_ptr, table_ptr,
-    scale, stride_table, stride_block, stride_key, stride_group,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, starts_ptr, lengths_ptr, key_starts_ptr, table_ptr,
+    scale, stride_table, stride_block, stride_key, stride_group, num_rows,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr,
     SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, SLOTS: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, LN2: tl.constexpr,
 ):  # fmt: skip # many constants
     # A row is a query of one of the GROUP heads that share the keys of group g.
     sequence, g = tl.program_id(2), tl.program_id(1)
@@ -310,6 +393,10 @@ def _attend_kernel(
             weight = weight * kept + tl.sum(p, 1)
             total = tl.dot(p.to(v.dtype), v, total * kept[:, None])
             top = new_top
+        if SLOTS == 0:  # of a pack, for the gradients
+            lse = (top + tl.log2(weight)) * LN2
+            lse_at = (g * GROUP + member).to(tl.int64) * num_rows + start + query
+            tl.store(lse_ptr + lse_at, lse, mask=is_row)
         out = total / weight[:, None]
         tl.store(out_ptr + rows[:, None] + d[None, :], out.to(out_ptr.dtype.element_ty),
                  mask=is_row[:, None] & has_d[None, :])  # fmt: skip # a mask
@@ -323,35 +410,45 @@ def attend(
     starts: torch.Tensor,
     most: int,
     scale: float,
-) -> torch.Tensor:
-    """Causal attention within each sequence of a pack. [N, A, D] -> [N, A * D].
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention within each sequence of a pack.
 
     Args:
         starts: where each sequence begins, and the pack's length. [B + 1], int32.
         most: tokens of the longest sequence.
+
+    Returns: the output, [N, A, D], and the logarithm of each softmax's denominator, [A, N], fp32.
     """
     query_NAD, key_KGD, value_KGD = (t.contiguous() for t in (query_NAD, key_KGD, value_KGD))
-    out = torch.empty_like(query_NAD)
+    out, num = torch.empty_like(query_NAD), len(query_NAD)
+    lse_AN = torch.empty(query_NAD.shape[1], num, dtype=torch.float32, device=out.device)
     strides = (0, 0, key_KGD.stride(0), key_KGD.stride(1))
     lengths = starts[1:] - starts[:-1]
-    _launch(query_NAD, key_KGD, value_KGD, out, starts, lengths, None, strides, 0, most, scale)
-    return out.flatten(1)
+    tensors = (query_NAD, key_KGD, value_KGD, out, lse_AN)
+    _launch(*tensors, starts, lengths, None, strides, 0, most, scale)
+    return out, lse_AN
 
 
-def attend_ordinary(
+def attend_backward(
+    grad_NAD: torch.Tensor,
     query_NAD: torch.Tensor,
     key_KGD: torch.Tensor,
     value_KGD: torch.Tensor,
+    out_NAD: torch.Tensor,
+    lse_AN: torch.Tensor,
     *,
     starts: torch.Tensor,
     most: int,
     scale: float,
-) -> torch.Tensor:
-    """`attend` by torch's FlashAttention, which has gradients and other bits."""
-    found: torch.Tensor = torch.ops.aten._flash_attention_forward(
-        query_NAD, key_KGD, value_KGD, starts, starts, most, most, 0.0, True, False, scale=scale
-    )[0]
-    return found.flatten(1)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value, by torch's FlashAttention (Dao 2023, arXiv:2307.08691)."""
+    nothing = torch.zeros(2, dtype=torch.uint64, device=grad_NAD.device)
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    found = torch.ops.aten._flash_attention_backward(
+        grad_NAD, query_NAD, key_KGD, value_KGD, out_NAD, lse_AN, starts, starts, most, most,
+        0.0, True, nothing, nothing[:0], scale=scale,
+    )  # fmt: skip # many arguments
+    return found
 
 
 def attend_paged(
@@ -379,17 +476,20 @@ def attend_paged(
     key, value = cache_BGSV[..., :size], cache_BGSV[..., size:]
     strides = (table.stride(0), cache_BGSV.stride(0), cache_BGSV.stride(2), cache_BGSV.stride(1))
     query_NAD = query_NAD.contiguous()
-    _launch(query_NAD, key, value, out, starts, lengths, table, strides, slots, most, scale)
+    _launch(query_NAD, key, value, out, out, starts, lengths, table, strides, slots, most, scale)
 
 
-def _launch(query, key, value, out, starts, lengths, table, strides, slots, most, scale) -> None:
+def _launch(
+    query, key, value, out, lse, starts, lengths, table, strides, slots, most, scale
+) -> None:
     heads, size = query.shape[1:]
     group = heads // key.shape[1]
     padded = triton.next_power_of_2(group)
     grid = (triton.cdiv(most * padded, QUERIES), key.shape[1], len(lengths))
     stride_table, *others = strides
     _attend_kernel[grid](
-        query, key, value, out, starts, lengths, starts, starts if table is None else table,
-        scale * _LOG2_E, stride_table, *others, heads, group, padded, size,
-        max(16, triton.next_power_of_2(size)), slots, QUERIES, KEYS, num_warps=4, num_stages=2,
+        query, key, value, out, lse, starts, lengths, starts, starts if table is None else table,
+        scale * _LOG2_E, stride_table, *others, len(query), heads, group, padded, size,
+        max(16, triton.next_power_of_2(size)), slots, QUERIES, KEYS, 1 / _LOG2_E, num_warps=4,
+        num_stages=2,
     )  # fmt: skip # many arguments

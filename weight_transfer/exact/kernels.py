@@ -104,6 +104,17 @@ def rms_norm(x: torch.Tensor, gamma_H: torch.Tensor, eps: float) -> torch.Tensor
     return x / (squares / size + eps).sqrt() * gamma_H
 
 
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, gamma_H: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm of x + residual, and that sum, rounded."""
+    if x.is_cuda:
+        both: tuple[torch.Tensor, torch.Tensor] = on_gpu().add_rms_norm(x, residual, gamma_H, eps)
+        return both
+    total = x + residual
+    return rms_norm(total, gamma_H, eps), total
+
+
 def exp(x: torch.Tensor) -> torch.Tensor:
     """exp of numbers that are 0 or less, to about a unit in the last place."""
     inside = x.clamp(min=_LEAST)
@@ -118,11 +129,23 @@ def exp(x: torch.Tensor) -> torch.Tensor:
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
-    """x / (1 + exp(-x)). On a GPU torch's has one form for each element."""
-    if x.is_cuda:
-        return functional.silu(x)
+    """x / (1 + exp(-x)), on a CPU."""
     small = exp(-x.abs())
     return x * (torch.where(x >= 0, torch.ones_like(x), small) / (small + 1.0))
+
+
+def swiglu(x: torch.Tensor, shares_N: torch.Tensor | None = None) -> torch.Tensor:
+    """silu of the first half times the second half, rounded once. [..., 2 F] -> [..., F].
+
+    Args:
+        shares_N: factors of the rows, fp32.
+    """
+    if x.is_cuda:
+        on_it: torch.Tensor = on_gpu().swiglu(x, shares_N)
+        return on_it
+    gate, up = x.chunk(2, dim=-1)
+    out = silu(gate) * up
+    return out if shares_N is None else out * shares_N[:, None]
 
 
 def rotary_table(angles: torch.Tensor) -> torch.Tensor:
@@ -177,15 +200,39 @@ def attend_pack(
         most: tokens of the longest sequence.
     """
     if query_NAD.is_cuda:
-        packed: torch.Tensor = on_gpu().attend(
-            query_NAD, key_NGD, value_NGD, starts=starts, most=most, scale=scale
-        )
-        return packed
+        packed: torch.Tensor = _Attend.apply(query_NAD, key_NGD, value_NGD, starts, most, scale)
+        return packed.flatten(1)
     pieces = [
         attend(query_NAD[a:b], key_NGD[a:b], value_NGD[a:b], scale)
         for a, b in pairwise(starts.tolist())
     ]
     return torch.cat(pieces)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_NAD: torch.Tensor,
+        key_NGD: torch.Tensor,
+        value_NGD: torch.Tensor,
+        starts: torch.Tensor,
+        most: int,
+        scale: float,
+    ) -> torch.Tensor:
+        """On a GPU: [N, A, D] -> [N, A, D]"""
+        ctx.sizes = {"most": most, "scale": scale}
+        out_NAD: torch.Tensor
+        out_NAD, lse_AN = on_gpu().attend(query_NAD, key_NGD, value_NGD, starts=starts, **ctx.sizes)
+        ctx.save_for_backward(query_NAD, key_NGD, value_NGD, out_NAD, lse_AN, starts)
+        return out_NAD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Of query, key and value."""
+        *saved, starts = ctx.saved_tensors
+        found = on_gpu().attend_backward(grads[0].contiguous(), *saved, starts=starts, **ctx.sizes)
+        return *found, None, None, None
 
 
 def attend(
@@ -276,6 +323,33 @@ class _Product(torch.autograd.Function):
         if x is None:
             return grad_x, None
         return grad_x, grad_NO.t() @ x.flatten(0, -2)
+
+
+def trained_swiglu(x: torch.Tensor) -> torch.Tensor:
+    """`swiglu`, with gradients."""
+    if x.is_cuda:
+        result: torch.Tensor = _Swiglu.apply(x)
+        return result
+
+    def ordinary(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    return differentiable(swiglu, ordinary, x)
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """On a GPU: [..., 2 F] -> [..., F]"""
+        ctx.save_for_backward(x)
+        return swiglu(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        """In fp32, rounded once."""
+        gradient: torch.Tensor = on_gpu().swiglu_backward(grads[0], *ctx.saved_tensors)
+        return gradient
 
 
 class _Both(torch.autograd.Function):

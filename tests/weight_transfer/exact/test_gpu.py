@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import sys
@@ -57,7 +56,9 @@ def attention(heads: int, groups: int, size: int, lengths=LENGTHS, **kind: Any) 
     query, key, value = pack(heads, groups, size, lengths, **kind)
     device, scale = query.device, size**-0.5
     starts = starts_of(lengths, device)
-    whole = gpu.attend(query, key, value, starts=starts, most=max(lengths), scale=scale)
+    how = {"starts": starts, "most": max(lengths), "scale": scale}
+    whole, lse = gpu.attend(query, key, value, **how)
+    whole = whole.flatten(1)
     cache, table = cached(key, value, lengths)
     paged = []
     for given in ([1] * len(lengths), [min(n, 1 + n // 3) for n in lengths], lengths):
@@ -74,11 +75,17 @@ def attention(heads: int, groups: int, size: int, lengths=LENGTHS, **kind: Any) 
             out=out,
         )
         paged.append((out.flatten(1), last(whole, lengths, given)))
-    want = []
+    want, sums = [], []
     for a, b in pairwise(starts.tolist()):
+        scores = query[a:b].transpose(0, 1).double() @ (
+            key[a:b].double().permute(1, 2, 0).repeat_interleave(heads // groups, dim=0)
+        )
+        future = torch.ones(b - a, b - a, device=device).triu(1).bool()
+        sums.append((scale * scores).masked_fill(future, -torch.inf).logsumexp(-1))
         parts = [t[a:b].transpose(0, 1)[None].double() for t in (query, key, value)]
         out = functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
         want.append(out[0].transpose(0, 1).flatten(1))
+    assert (lse - torch.cat(sums, dim=1)).abs().max() < (1e-5 if kind == {} else 0.05)
     return whole, paged, torch.cat(want)
 
 
@@ -110,6 +117,17 @@ def check_interpreted() -> None:
     assert torch.allclose(gpu.rotate(turned, table, places, sign=-1.0), query, atol=1e-6)
     want = functional.rms_norm(x, (96,), gamma, 1e-6)
     assert torch.allclose(gpu.rms_norm(x, gamma, 1e-6), want, atol=1e-5)
+    other = torch.randn(100, 96)
+    normed, total = gpu.add_rms_norm(x, other, gamma, 1e-6)
+    assert torch.equal(total, x + other)
+    assert torch.equal(normed, gpu.rms_norm(total, gamma, 1e-6))
+    wide = torch.randn(40, 2 * 1100, requires_grad=True)  # more than a block
+    gate, up = wide.chunk(2, dim=-1)
+    want, grad, shares = functional.silu(gate) * up, torch.randn(40, 1100), torch.rand(40)
+    assert torch.allclose(gpu.swiglu(wide), want, atol=1e-5)
+    assert torch.allclose(gpu.swiglu(wide, shares), want * shares[:, None], atol=1e-5)
+    (right,) = torch.autograd.grad(want, wide, grad)
+    assert torch.allclose(gpu.swiglu_backward(grad, wide), right, atol=1e-5)
     for heads, groups, size in ((6, 2, 32), (4, 4, 16), (5, 1, 24)):
         whole, paged, right = attention(heads, groups, size)
         assert (whole - right).abs().max() < 2e-6
@@ -195,6 +213,11 @@ def test_a_norm_is_the_same_in_any_batch(size) -> None:
     apart = torch.zeros(301, 3 * size + 8, **BF16)[:, 3 : 3 + size]
     apart.copy_(x)  # a view at another alignment, as a part of q, k and v
     assert torch.equal(kernels.rms_norm(apart, gamma, 1e-6), whole)
+    # As the trainer, which adds first.
+    other = torch.randn(301, size, **BF16)
+    normed, total = kernels.add_rms_norm(x, other, gamma, 1e-6)
+    assert torch.equal(total, x + other)
+    assert torch.equal(normed, kernels.rms_norm(x + other, gamma, 1e-6))
     right = functional.rms_norm(x.double(), (size,), gamma.double(), 1e-6)
     assert torch.allclose(whole.double(), right, rtol=2**-8, atol=1e-6)
 
@@ -214,16 +237,11 @@ def test_attention_is_the_same_from_a_cache_and_in_chunks(heads, groups, size) -
 @pytest.mark.gpu1
 @pytest.mark.parametrize(("heads", "groups", "size"), [(9, 3, 64), (32, 8, 128), (4, 2, 32)])
 def test_attention_has_the_gradients_of_softmax_attention(heads, groups, size) -> None:
-    from weight_transfer.exact import gpu, kernels
+    from weight_transfer.exact import kernels
 
     lengths = (700, 1, 133, 64)
     inputs = [t.requires_grad_() for t in pack(heads, groups, size, lengths, **BF16)]
-    how = {"starts": starts_of(lengths, "cuda"), "most": max(lengths), "scale": size**-0.5}
-    out = kernels.differentiable(
-        functools.partial(kernels.attend_pack, **how),
-        functools.partial(gpu.attend_ordinary, **how),
-        *inputs,
-    )
+    out = kernels.attend_pack(*inputs, starts_of(lengths, "cuda"), max(lengths), size**-0.5)
     grad = torch.randn_like(out)
     found = torch.autograd.grad(out, inputs, grad)
     double = [t.detach().double().requires_grad_() for t in inputs]
@@ -251,14 +269,29 @@ def test_the_log_softmax_is_the_same_in_any_batch(vocab) -> None:
 
 
 @pytest.mark.gpu1
-def test_silu_and_rotations_are_the_same_in_any_batch() -> None:
+def test_swiglu_and_rotations_are_the_same_in_any_batch() -> None:
     from weight_transfer.exact import kernels
 
     torch.manual_seed(0)
-    x = torch.randn(101, 1030, **BF16)
-    assert torch.equal(
-        torch.cat([kernels.silu(row[None, 3:]) for row in x]), kernels.silu(x[:, 3:])
-    )
+    x, shares = torch.randn(101, 2060, **BF16), torch.rand(101, device="cuda")
+    whole = kernels.swiglu(x)
+    assert torch.equal(torch.cat([kernels.swiglu(row[None]) for row in x]), whole)
+    apart = torch.zeros(101, 2070, **BF16)[:, 3:2063]
+    apart.copy_(x)
+    assert torch.equal(kernels.swiglu(apart), whole)
+    routed = kernels.swiglu(x, shares)
+    pairs = zip(x, shares, strict=True)
+    assert torch.equal(torch.cat([kernels.swiglu(r[None], p[None]) for r, p in pairs]), routed)
+    gate, up = x.double().chunk(2, dim=-1)
+    right = functional.silu(gate) * up
+    assert torch.allclose(whole.double(), right, rtol=2**-8, atol=1e-6)
+    assert torch.allclose(routed.double(), right * shares[:, None], rtol=2**-8, atol=1e-6)
+    trained, double = x.clone().requires_grad_(), x.double().requires_grad_()
+    grad = torch.randn_like(whole)
+    (found,) = torch.autograd.grad(kernels.trained_swiglu(trained), trained, grad)
+    gate, up = double.chunk(2, dim=-1)
+    (want,) = torch.autograd.grad(functional.silu(gate) * up, double, grad.double())
+    assert torch.allclose(found.double(), want, rtol=2**-7, atol=1e-4)
     angles = (torch.arange(101.0)[:, None] * torch.linspace(0, 1, 32)).cuda()
     table, places = kernels.rotary_table(angles), torch.arange(101, device="cuda")
     one_by_one = [kernels.rotary_table(angle[None]) for angle in angles]

@@ -13,6 +13,8 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """`model_type` of the models whose every operation has an exact form."""
 VOCAB_STEP = 4
 """Numbers of 16 bytes, which torch's log-softmax on a GPU reads at a time."""
+MOST_HEADS = 64
+"""Query heads that share a key in `weight_transfer.exact.gpu`."""
 Obstacle = tuple[str, str] | None
 
 
@@ -48,7 +50,7 @@ def inference_obstacle(config: Any) -> Obstacle:
 _FOREIGN = (
     "-q", "-sc", "-cc", "-ac", "--quantization", "--speculative-config", "--spec-", "--dtype",
     "--kv-cache-dtype", "--attention-backend", "--attention-config", "--compilation-config",
-    "--enable-lora", "--lora-", "--hf-overrides", "--model-impl",
+    "--enable-lora", "--lora-", "--hf-overrides", "--model-impl", "--config",
 )  # fmt: skip # options
 """Options of vLLM, and how some begin."""
 
@@ -74,6 +76,8 @@ def model_obstacle(model: Mapping[str, Any], device: str) -> Obstacle:
     experts = next((k for k in _EXPERTS if model.get(k) and family != "qwen3_moe"), "")
     shares = family == "qwen3_moe" and not model.get("norm_topk_prob")
     windows = bool(layers) or bool(model.get("use_sliding_window"))
+    heads = model.get("num_attention_heads", 1)
+    shared = heads // (model.get("num_key_value_heads") or heads)
     biases = family == "llama" and (model.get("attention_bias") or model.get("mlp_bias"))
     return _first(
         (bool(experts), f"experts ({experts})", "for which no exact form was tested"),
@@ -88,6 +92,9 @@ def model_obstacle(model: Mapping[str, Any], device: str) -> Obstacle:
         (bool(biases), "biases of a llama", "for which no exact form was tested"),
         (model.get("hidden_act", "silu") != "silu", f"hidden_act {model.get('hidden_act')!r}",
          "for which no exact form was written"),
+        ("head_dtype" in model, "head_dtype", "which changes the output layer's product"),
+        (device == "cuda" and shared > MOST_HEADS, f"{shared} query heads for one key on a GPU",
+         f"whose kernel takes {MOST_HEADS} at most"),
         (device == "cuda" and model.get("vocab_size", 0) % VOCAB_STEP != 0,
          f"a vocabulary of {model.get('vocab_size')} on a GPU",
          f"which is no multiple of {VOCAB_STEP}, so that torch sums its rows in several orders"),

@@ -58,6 +58,7 @@ def test_a_trainer_setting_is_refused(options, name) -> None:
         ({"extra_args": ("-ac", "{}")}, "extra_args -ac"),
         ({"extra_args": ("--hf-overrides.head_dtype", "float32")}, "extra_args --hf-overrides"),
         ({"extra_args": ("--model-impl", "transformers")}, "extra_args --model-impl"),
+        ({"extra_args": ("--config", "vllm.yaml")}, "extra_args --config"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -91,6 +92,7 @@ QWEN3 = {"model_type": "qwen3", "hidden_act": "silu", "rope_theta": 1e6, "attent
         ({"model_type": "llama", "attention_bias": True}, "biases of a llama"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"model_type": "olmo2"}, "model_type 'olmo2'"),
+        ({"head_dtype": "float32"}, "head_dtype"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -98,6 +100,14 @@ def test_a_model_is_refused(changes, what) -> None:
     assert model_obstacle(QWEN3, "cpu") is model_obstacle(QWEN3 | MIXTURE, "cuda") is None
     found = model_obstacle(QWEN3 | changes, "cpu")
     assert found is not None and found[0].startswith(what) and found[1]
+
+
+def test_many_heads_of_one_key_are_refused_on_a_gpu() -> None:
+    many = QWEN3 | {"num_attention_heads": 128, "num_key_value_heads": 1}
+    assert model_obstacle(many, "cpu") is None
+    assert model_obstacle(many | {"num_key_value_heads": 2}, "cuda") is None
+    found = model_obstacle(many, "cuda")
+    assert found is not None and found[0] == "128 query heads for one key on a GPU"
 
 
 def test_a_vocabulary_is_refused_on_a_gpu() -> None:

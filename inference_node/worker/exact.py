@@ -27,7 +27,7 @@ from weight_transfer.exact import experts, kernels
 
 def install() -> None:
     """Replace the methods, once."""
-    from vllm.model_executor.layers import activation, layernorm
+    from vllm.model_executor.layers import activation, layernorm, linear
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.rotary_embedding import base
     from vllm.platforms import current_platform
@@ -39,6 +39,7 @@ def install() -> None:
     ):
         cls.forward_cpu = cls.forward_cuda = cls.forward_native = method
     RoutedExperts.forward_modular = _experts
+    linear.tensor_model_parallel_all_reduce = _ordered_sum
     (_install_on_cpu if current_platform.is_cpu() else _install_on_gpu)()
 
 
@@ -98,6 +99,18 @@ def _multiply(
 ) -> torch.Tensor:
     _check(layer.weight, torch.bfloat16)
     return kernels.linear(x, layer.weight, bias)
+
+
+def _ordered_sum(part_NO: torch.Tensor) -> torch.Tensor:
+    """Of all tensor parallel ranks."""
+    from vllm.distributed import (
+        get_tensor_model_parallel_world_size,
+        tensor_model_parallel_all_gather,
+    )
+
+    count = get_tensor_model_parallel_world_size()
+    gathered = tensor_model_parallel_all_gather(part_NO.contiguous(), dim=0)
+    return kernels.added(gathered.view(count, *part_NO.shape).unbind())
 
 
 def _norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:

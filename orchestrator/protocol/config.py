@@ -318,8 +318,11 @@ class TrainerConfig(Settings):
     gradients of the merge (straight-through). Takes the memory of the adapted weights once more,
     and a merge for each pass. Not with `lora.dropout`, `compile` or finetuning_type `full`.
     exact: as served, and trainer and sampler compute the same bits: the largest log-prob gap of an
-    on-policy batch must be 0.0. On a GPU in bfloat16, on a CPU in float32, for some dense models;
-    slower. See docs/exactness.md."""
+    on-policy batch must be 0.0. On a GPU in bfloat16, on a CPU in float32, for some models; slower.
+    See docs/exactness.md."""
+    sampler_parallel: int = Field(default=1, ge=1)
+    """Tensor parallel ranks of the sampler, whose sums numerics `exact` repeats. In run.toml
+    `inference.tensor_parallel` sets it."""
     gap_split_steps: Annotated[int, Field(ge=0)] = 10
     """Optimizer steps between two on-policy jobs that tell how much of the log-prob gap comes from
     the merged weights (metrics `gap_weights_mean` and `gap_arithmetic_mean`). Such a job scores one

@@ -41,7 +41,6 @@ def inference_obstacle(config: Any) -> Obstacle:
     foreign = next(filter(_is_foreign, map(_option, " ".join(config.extra_args).split())), "")
     return _first(
         (wrong, f"dtype = {config.dtype!r}", why),
-        (config.tensor_parallel > 1, "tensor_parallel", "which adds up parts in its own order"),
         (compiles, "enforce_eager = False", "because a compiler chooses the sums"),
         (bool(foreign), f"extra_args {foreign}", "which changes what vLLM computes"),
     )
@@ -67,8 +66,12 @@ def _is_foreign(option: str) -> bool:
     return len(option) > 2 and any(f.startswith(option) or option.startswith(f) for f in _FOREIGN)
 
 
-def model_obstacle(model: Mapping[str, Any], device: str) -> Obstacle:
-    """Of the language part of a config.json."""
+def model_obstacle(model: Mapping[str, Any], device: str, *, parts: int = 1) -> Obstacle:
+    """Of the language part of a config.json.
+
+    Args:
+        parts: tensor parallel ranks of the sampler.
+    """
     family = str(model.get("model_type"))
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -81,6 +84,8 @@ def model_obstacle(model: Mapping[str, Any], device: str) -> Obstacle:
     biases = family == "llama" and (model.get("attention_bias") or model.get("mlp_bias"))
     return _first(
         (bool(experts), f"experts ({experts})", "for which no exact form was tested"),
+        (family == "qwen3_moe" and parts > 1, "experts with inference.tensor_parallel",
+         "whose parts are added up in an order that the trainer does not have"),
         (shares, "norm_topk_prob = false", "because a sum over all experts has no exact form here"),
         (bool(model.get("kv_lora_rank")), "multi-latent attention",
          "which the decoder computes with absorbed products, and the trainer without"),

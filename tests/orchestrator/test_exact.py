@@ -44,7 +44,6 @@ def test_a_trainer_setting_is_refused(options, name) -> None:
     [
         ({"device": "cuda", "dtype": "float32"}, "dtype"),
         ({"dtype": "bfloat16"}, "dtype"),
-        ({"tensor_parallel": 2}, "tensor_parallel"),
         ({"enforce_eager": False}, "enforce_eager"),
         ({"extra_args": ("--quantization", "fp8")}, "extra_args --quantization"),
         ({"extra_args": ("--kv_cache_dtype=fp8",)}, "extra_args --kv-cache-dtype"),
@@ -102,6 +101,12 @@ def test_a_model_is_refused(changes, what) -> None:
     assert found is not None and found[0].startswith(what) and found[1]
 
 
+def test_experts_of_a_tensor_parallel_sampler_are_refused() -> None:
+    assert model_obstacle(QWEN3, "cpu", parts=2) is None
+    found = model_obstacle(QWEN3 | MIXTURE, "cpu", parts=2)
+    assert found is not None and found[0] == "experts with inference.tensor_parallel"
+
+
 def test_many_heads_of_one_key_are_refused_on_a_gpu() -> None:
     many = QWEN3 | {"num_attention_heads": 128, "num_key_value_heads": 1}
     assert model_obstacle(many, "cpu") is None
@@ -125,6 +130,8 @@ def test_the_run_file_tells_the_sampler() -> None:
 
     assert run().inference_config(0).exact
     assert run().trainer_config().numerics == "exact"
+    assert run().trainer_config().sampler_parallel == 1
+    assert run(tensor_parallel=2).trainer_config().sampler_parallel == 2
     assert not RunFile(name="tiny", model=MODEL, trainer={}, inference={}).inference.exact
     with pytest.raises(ValidationError, match=r"give only trainer\.numerics"):
         run(exact=False)

@@ -22,12 +22,14 @@ ROWS = [{"prompt": [5 + k, 17, 33, 101, 7] * (1 + 3 * k)} for k in range(4)]
 LOSS, OPTIM = LossSpec(name="truncated_importance_sampling"), OptimParams(lr=5e-3)
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+@pytest.fixture(scope="module", params=[("qwen3", 1), ("qwen3_moe", 1)], ids=str)
 def exact(request, models, tmp_path_factory) -> Iterator[Cluster]:
+    name, ranks = request.param
     folder = tmp_path_factory.mktemp("exact") / "run"
     with tiny_cluster(
-        models[request.param],
+        models[name],
         folder,
+        inference={"tensor_parallel": ranks},
         trainer={"numerics": "exact", "lora": {"rank": 4, "alpha": 8}},
         publication={"pause_mode": "keep_kv"},
     ) as cluster:
@@ -57,6 +59,15 @@ def looped(client, folder, *, staleness: int, steps: int, tokens: int, temperatu
 
 
 def test_the_log_probs_are_equal_over_live_swaps(exact, tmp_path) -> None:
+    check_live_swaps(exact, tmp_path)
+
+
+@pytest.mark.parametrize("exact", [("qwen3", 2)], indirect=True, ids=str)
+def test_the_same_of_a_tensor_parallel_sampler(exact, tmp_path) -> None:
+    check_live_swaps(exact, tmp_path)
+
+
+def check_live_swaps(exact, tmp_path) -> None:
     steps = looped(exact.client, tmp_path, staleness=0, steps=3, tokens=70, temperature=0.7)
     for step in steps:
         found = step.result.metrics

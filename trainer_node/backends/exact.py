@@ -37,22 +37,26 @@ _TABLE = "splice_exact_table"
 """Attribute of the angles, which Megatron makes once for a pass."""
 
 
-def use(model: Any, config: Any, device: torch.device) -> None:
+def use(model: Any, config: Any, device: torch.device, *, parts: int) -> None:
     """Replace the methods of this model's modules.
 
     Args:
         config: Megatron's, which the model's layers share.
         device: where the model will be.
+        parts: tensor parallel ranks of the sampler.
 
     Raises:
         ConfigError: a product is not exact on this host.
     """
     for module in model.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-            shape = None if module.weight is None else tuple(module.weight.shape)
-            if shape is not None and (why := kernels.obstacle(shape, device)):
-                raise ConfigError(f"numerics = 'exact' does not go with this host: {why}")
-            module._forward_impl = _product
+            # The sampler's ranks cut rows of the one kind, and features of the other.
+            adds = parts if isinstance(module, RowParallelLinear) else 1
+            if module.weight is not None:
+                out, into = module.weight.shape
+                if why := kernels.obstacle((out, into // adds), device, parts // adds):
+                    raise ConfigError(f"numerics = 'exact' does not go with this host: {why}")
+            module._forward_impl = functools.partial(_product, adds)
         if isinstance(module, TENorm):
             module.forward = functools.partial(_norm, module, "weight")
         if isinstance(module, TELayerNormColumnParallelLinear):
@@ -72,13 +76,14 @@ def use(model: Any, config: Any, device: torch.device) -> None:
 
 
 def _product(
+    parts: int,
     *,
     input: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     **_: Any,
 ) -> torch.Tensor:
-    out = kernels.product(input, weight)
+    out = kernels.product(input, weight, parts)
     return out if bias is None else out + bias
 
 

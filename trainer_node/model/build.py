@@ -61,8 +61,10 @@ def build(config: TrainerConfig, hf_config: Any) -> Model:
         ConfigError: the config and the checkpoint do not fit together.
     """
     objects.restrict_torch()
-    if config.numerics == "exact" and (found := model_obstacle(hf_config.to_dict(), config.device)):
-        raise ConfigError(f"numerics = 'exact' does not go with {found[0]}, {found[1]}")
+    if config.numerics == "exact":
+        parts = config.sampler_parallel
+        if found := model_obstacle(hf_config.to_dict(), config.device, parts=parts):
+            raise ConfigError(f"numerics = 'exact' does not go with {found[0]}, {found[1]}")
     device = topology.join(config)
     control_group, saving_group = topology.group_of_all("gloo"), topology.group_of_all("gloo")
     gather_group = topology.group_of_all()
@@ -185,7 +187,7 @@ def _megatron_model(config: TrainerConfig, provider: Any, device: torch.device) 
     if config.numerics == "exact":
         from trainer_node.backends import exact  # it imports the stand-ins
 
-        exact.use(model, provider, device)
+        exact.use(model, provider, device, parts=config.sampler_parallel)
     model.to(device)
     if first:
         recompute.follow(model)

@@ -32,7 +32,7 @@ def shares(top_TK: torch.Tensor) -> torch.Tensor:
     top_TK = top_TK.float()
     shifted = top_TK - top_TK.amax(1, keepdim=True)
     weights = shifted.exp() if top_TK.is_cuda else kernels.exp(shifted)
-    return weights / _added(weights.unbind(1))[:, None]
+    return weights / kernels.added(weights.unbind(1))[:, None]
 
 
 def product(x_NI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
@@ -50,14 +50,7 @@ def product(x_NI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) 
 
 def combined(y_NH: torch.Tensor, row_TK: torch.Tensor) -> torch.Tensor:
     """The sum of each token's rows, in fp32, rounded once. [T, H]"""
-    return _added([y_NH[row_T].float() for row_T in row_TK.unbind(1)]).to(y_NH.dtype)
-
-
-def _added(terms: tuple[torch.Tensor, ...] | list[torch.Tensor]) -> torch.Tensor:
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total
+    return kernels.added([y_NH[row_T] for row_T in row_TK.unbind(1)])
 
 
 def mlp(

@@ -154,9 +154,13 @@ def _tile(num: int, out: int, *, most: int | None = None) -> tuple[int, ...]:
 
 
 @functools.cache
-def obstacle(shape: tuple[int, ...], device: torch.device) -> str:
+def obstacle(shape: tuple[int, ...], device: torch.device, parts: int = 1) -> str:
     """Why products with a weight of this shape, [O, I], or [E, O, I] of experts, are not exact on
-    this GPU; empty: they are."""
+    this GPU; empty: they are.
+
+    Args:
+        parts: in how many parts another process may have the weight's rows.
+    """
     generator = torch.Generator(device).manual_seed(0)
     settings = {"generator": generator, "device": device, "dtype": torch.bfloat16}
     weight = torch.randn(shape[-2:], **settings)  # type: ignore[call-overload]
@@ -167,6 +171,7 @@ def obstacle(shape: tuple[int, ...], device: torch.device) -> str:
         want = multiply(x, weight)
         found = [multiply(x.roll(5, 0), weight, tile=tile).roll(-5, 0) for tile in TILES]
         found.append(torch.cat([multiply(part, weight) for part in x.split((1, 70, 79))]))
+        found.append(torch.cat([multiply(x, part) for part in weight.chunk(parts)], dim=1))
     except triton.runtime.errors.OutOfResources as error:
         return f"a product of shape {shape} does not fit {where}: {error}"
     if all(torch.equal(want, one) for one in found):

@@ -21,7 +21,7 @@ Q = tokens that attend, K = those and all before them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -65,6 +65,21 @@ def linear(
     return out_NO.view(*x.shape[:-1], len(weight_OI))
 
 
+def linear_in_parts(x: torch.Tensor, weight_OI: torch.Tensor, parts: int) -> torch.Tensor:
+    """The product of tensor parallel ranks that have a part of the features each: their rounded
+    products, added up in the order of the ranks. [..., I] -> [..., O]."""
+    pairs = zip(x.chunk(parts, dim=-1), weight_OI.chunk(parts, dim=1), strict=True)
+    return added([linear(part, weight.contiguous()) for part, weight in pairs])
+
+
+def added(terms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their sum in their order, in fp32, rounded once."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = total.float() + term.float()
+    return total.to(terms[0].dtype)
+
+
 def on_gpu() -> Any:
     """`gpu`: Triton is loaded where there is a GPU."""
     from weight_transfer.exact import gpu
@@ -73,11 +88,15 @@ def on_gpu() -> Any:
 
 
 @functools.cache
-def obstacle(shape: tuple[int, ...], device: torch.device) -> str:
+def obstacle(shape: tuple[int, ...], device: torch.device, parts: int = 1) -> str:
     """Why products with a weight of this shape, [O, I], or [E, O, I] of experts, are not exact on
-    this host; empty: they are."""
+    this host; empty: they are.
+
+    Args:
+        parts: in how many parts another process may have the weight's rows.
+    """
     if device.type == "cuda":
-        found: str = on_gpu().obstacle(shape, device)
+        found: str = on_gpu().obstacle(shape, device, parts)
         return found
     shape_OI = shape[-2:]
     generator = torch.Generator().manual_seed(0)
@@ -86,7 +105,8 @@ def obstacle(shape: tuple[int, ...], device: torch.device) -> str:
     want = linear(x, weight_OI)
     turned = linear(x.roll(5, 0), weight_OI).roll(-5, 0)
     single = torch.cat([linear(row[None], weight_OI) for row in x[:3]])
-    if torch.equal(want, turned) and torch.equal(want[:3], single):
+    columns = torch.cat([linear(x, part) for part in weight_OI.chunk(parts)], dim=1)
+    if torch.equal(want, turned) and torch.equal(want[:3], single) and torch.equal(want, columns):
         return ""
     return (
         f"a product of shape {shape_OI} depends on a row's place in its block on this "
@@ -299,18 +319,18 @@ def differentiable(
     return result
 
 
-def product(x: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-    """`linear`, with the gradients of torch's."""
-    result: torch.Tensor = _Product.apply(x, weight_OI)
+def product(x: torch.Tensor, weight_OI: torch.Tensor, parts: int = 1) -> torch.Tensor:
+    """`linear_in_parts`, with the gradients of torch's product."""
+    result: torch.Tensor = _Product.apply(x, weight_OI, parts)
     return result
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight_OI: torch.Tensor, parts: int) -> torch.Tensor:
         """[..., I], [O, I] -> [..., O]"""
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight_OI)
-        return linear(x, weight_OI)
+        return linear_in_parts(x, weight_OI, parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -321,8 +341,8 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = (grad_NO @ weight_OI).view(*grads[0].shape[:-1], -1)
         if x is None:
-            return grad_x, None
-        return grad_x, grad_NO.t() @ x.flatten(0, -2)
+            return grad_x, None, None
+        return grad_x, grad_NO.t() @ x.flatten(0, -2), None
 
 
 def trained_swiglu(x: torch.Tensor) -> torch.Tensor:

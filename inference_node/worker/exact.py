@@ -38,7 +38,7 @@ def install() -> None:
         (base.RotaryEmbedding, _rotate),
     ):
         cls.forward_cpu = cls.forward_cuda = cls.forward_native = method
-    RoutedExperts.forward_modular = _experts
+    RoutedExperts.forward_modular, RoutedExperts.forward_monolithic = _experts, _in_one_kernel
     linear.tensor_model_parallel_all_reduce = _ordered_sum
     (_install_on_cpu if current_platform.is_cpu() else _install_on_gpu)()
 
@@ -143,7 +143,9 @@ def _experts(
     *_: Any,
     **__: Any,
 ) -> torch.Tensor:
-    method = layer.quant_method
+    method, cut = layer.quant_method, layer.moe_config
+    if cut.tp_size != 1 or cut.ep_size != 1:
+        raise _refuse("experts that are cut over ranks")
     backend = getattr(getattr(method, "unquantized_backend", None), "name", type(method).__name__)
     if backend not in ("CPU", "TRITON") or layer.activation.value != "silu":
         raise _refuse(f"experts of vLLM's backend {backend} with {layer.activation}")
@@ -151,6 +153,10 @@ def _experts(
     for weight in (layer.w13_weight, layer.w2_weight):
         _check(weight, dtype, dims=3)
     return experts.mlp(x, topk_weights, topk_ids, layer.w13_weight, layer.w2_weight)
+
+
+def _in_one_kernel(*_: Any, **__: Any) -> torch.Tensor:
+    raise _refuse("experts that are chosen and computed in one kernel")
 
 
 def _table(rotary: Any, device: torch.device) -> torch.Tensor:
@@ -193,6 +199,7 @@ def _checked(init: Any) -> Any:
             "a sliding window": impl.sliding_window not in (-1, None, (-1, -1)),
             "a cap of the attention's logits": bool(impl.logits_soft_cap),
             "ALiBi": impl.alibi_slopes is not None,
+            "a KV cache cut over ranks": getattr(impl, "dcp_world_size", 1) > 1,
             "attention sinks": impl.sinks is not None,
             f"attention of the kind {impl.attn_type}": impl.attn_type != "decoder",
             f"a KV cache in {impl.kv_cache_dtype}": impl.kv_cache_dtype not in _CACHES,

@@ -49,7 +49,8 @@ def inference_obstacle(config: Any) -> Obstacle:
 _FOREIGN = (
     "-q", "-sc", "-cc", "-ac", "--quantization", "--speculative-config", "--spec-", "--dtype",
     "--kv-cache-dtype", "--attention-backend", "--attention-config", "--compilation-config",
-    "--enable-lora", "--lora-", "--hf-overrides", "--model-impl", "--config",
+    "--enable-lora", "--lora-", "--hf-overrides", "--model-impl", "--config", "-tp", "-dcp", "-pcp",
+    "-pp", "--tensor-parallel", "--decode-context", "--prefill-context", "--pipeline-parallel",
 )  # fmt: skip # options
 """Options of vLLM, and how some begin."""
 
@@ -80,7 +81,7 @@ def model_obstacle(model: Mapping[str, Any], device: str, *, parts: int = 1) -> 
     shares = family == "qwen3_moe" and not model.get("norm_topk_prob")
     windows = bool(layers) or bool(model.get("use_sliding_window"))
     heads = model.get("num_attention_heads", 1)
-    shared = heads // (model.get("num_key_value_heads") or heads)
+    groups = model.get("num_key_value_heads") or heads
     biases = family == "llama" and (model.get("attention_bias") or model.get("mlp_bias"))
     return _first(
         (bool(experts), f"experts ({experts})", "for which no exact form was tested"),
@@ -98,7 +99,10 @@ def model_obstacle(model: Mapping[str, Any], device: str, *, parts: int = 1) -> 
         (model.get("hidden_act", "silu") != "silu", f"hidden_act {model.get('hidden_act')!r}",
          "for which no exact form was written"),
         ("head_dtype" in model, "head_dtype", "which changes the output layer's product"),
-        (device == "cuda" and shared > MOST_HEADS, f"{shared} query heads for one key on a GPU",
+        (parts > 1 and parts > groups, f"inference.tensor_parallel = {parts} of {groups} key heads",
+         "for which no exact form was tested"),
+        (device == "cuda" and heads // groups > MOST_HEADS,
+         f"{heads // groups} query heads for one key on a GPU",
          f"whose kernel takes {MOST_HEADS} at most"),
         (device == "cuda" and model.get("vocab_size", 0) % VOCAB_STEP != 0,
          f"a vocabulary of {model.get('vocab_size')} on a GPU",

@@ -178,8 +178,8 @@ class RunFile(Settings):
                     f"inference.exact is {inference['exact']}, and trainer.numerics "
                     f"{trainer.get('numerics', 'adapters')!r}; give only trainer.numerics"
                 )
-            if is_exact and (ranks := inference.get("tensor_parallel", 1)) != 1:
-                trainer["sampler_parallel"] = ranks
+            if is_exact:
+                trainer["sampler_parallel"] = inference.get("tensor_parallel", 1)
         return _share_publishing(shared)
 
     @model_validator(mode="after")

@@ -250,9 +250,10 @@ def check_exact(trainer: TrainerConfig, model_config: dict[str, Any]) -> None:
     Raises:
         ConfigError: names the operation.
     """
-    if trainer.numerics == "exact" and (
-        found := model_obstacle(language_part(model_config), trainer.device)
-    ):
+    if trainer.numerics != "exact":
+        return
+    parts = trainer.sampler_parallel
+    if found := model_obstacle(language_part(model_config), trainer.device, parts=parts):
         raise ConfigError(
             f"trainer.numerics = 'exact' does not go with {found[0]}, {found[1]}; use 'served' or "
             "'adapters' (docs/exactness.md)"

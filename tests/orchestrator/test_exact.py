@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import (
     InferenceConfig,
     LoraConfig,
@@ -15,6 +16,7 @@ from orchestrator.protocol.config import (
 )
 from orchestrator.protocol.exact import model_obstacle
 from splice.client.run_file import RunFile
+from splice.cluster.preflight import check_exact
 
 MODEL = Path("org/name")
 
@@ -58,6 +60,13 @@ def test_a_trainer_setting_is_refused(options, name) -> None:
         ({"extra_args": ("--hf-overrides.head_dtype", "float32")}, "extra_args --hf-overrides"),
         ({"extra_args": ("--model-impl", "transformers")}, "extra_args --model-impl"),
         ({"extra_args": ("--config", "vllm.yaml")}, "extra_args --config"),
+        ({"extra_args": ("-tp", "2")}, "extra_args -tp"),
+        ({"extra_args": ("--tensor-parallel-size=2",)}, "extra_args --tensor-parallel-size"),
+        ({"extra_args": ("-dcp", "2")}, "extra_args -dcp"),
+        (
+            {"extra_args": ("--decode-context-parallel-size", "2")},
+            "extra_args --decode-context-parallel-size",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -102,9 +111,12 @@ def test_a_model_is_refused(changes, what) -> None:
 
 
 def test_experts_of_a_tensor_parallel_sampler_are_refused() -> None:
-    assert model_obstacle(QWEN3, "cpu", parts=2) is None
     found = model_obstacle(QWEN3 | MIXTURE, "cpu", parts=2)
     assert found is not None and found[0] == "experts with inference.tensor_parallel"
+    few = QWEN3 | {"num_attention_heads": 8, "num_key_value_heads": 2}
+    assert model_obstacle(few, "cpu", parts=2) is None
+    found = model_obstacle(few, "cpu", parts=4)
+    assert found is not None and found[0] == "inference.tensor_parallel = 4 of 2 key heads"
 
 
 def test_many_heads_of_one_key_are_refused_on_a_gpu() -> None:
@@ -132,6 +144,8 @@ def test_the_run_file_tells_the_sampler() -> None:
     assert run().trainer_config().numerics == "exact"
     assert run().trainer_config().sampler_parallel == 1
     assert run(tensor_parallel=2).trainer_config().sampler_parallel == 2
+    with pytest.raises(ConfigError, match=r"experts with inference\.tensor_parallel"):
+        check_exact(run(tensor_parallel=2).trainer_config(), QWEN3 | MIXTURE)
     assert not RunFile(name="tiny", model=MODEL, trainer={}, inference={}).inference.exact
     with pytest.raises(ValidationError, match=r"give only trainer\.numerics"):
         run(exact=False)

@@ -403,10 +403,13 @@ class _Encoder:
             k, compared, read = self._comparing.popleft().result()
             if read is not None:
                 read.wait()
-            _, changes = self._compared[k] = compared
+            changes, most = compared[1], delta.MOST_AT_ONCE // 2
             # What travels as it is counts at once for the most bytes.
-            most = delta.MOST_AT_ONCE // 2
-            self._changes += most if changes is None else changes.at_C.numel()
+            count = most if changes is None else changes.at_C.numel()
+            if self._changes + count > delta.MOST_AT_ONCE:  # a large buffer is a batch
+                self._begin()
+            self._compared[k] = compared
+            self._changes += count
             if self._changes >= most:
                 self._begin()
 

@@ -352,9 +352,14 @@ class _Operations(NamedTuple):
 ORDINARY = _Operations(
     lambda x_NI, w_EOI, ends_E: grouped_matmul(x_NI, w_EOI.transpose(1, 2), ends_E), swiglu, combine
 )
-EXACT = _Operations(
-    exact.product, lambda inner: kernels.swiglu(inner.y_N2F, inner.probs_N), exact.combined
-)
+
+
+def _exact_swiglu(inner: GateUp) -> torch.Tensor:
+    assert inner.h_N2R is None, "served weights have their products"
+    return kernels.swiglu(inner.y_N2F, inner.probs_N)
+
+
+EXACT = _Operations(exact.product, _exact_swiglu, exact.combined)
 
 
 # ---------------------------------------------------------------- in Megatron's layer

@@ -50,7 +50,7 @@ def product(x_NI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) 
 
 def combined(y_NH: torch.Tensor, row_TK: torch.Tensor) -> torch.Tensor:
     """The sum of each token's rows, in fp32, rounded once. [T, H]"""
-    return kernels.added([y_NH[row_T] for row_T in row_TK.unbind(1)])
+    return kernels.added(y_NH[row_T] for row_T in row_TK.unbind(1))
 
 
 def mlp(

@@ -447,7 +447,7 @@ def attend_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, by torch's FlashAttention (Dao 2023, arXiv:2307.08691)."""
-    nothing = torch.zeros(2, dtype=torch.uint64, device=grad_NAD.device)
+    nothing = torch.empty(2, dtype=torch.uint64, device=grad_NAD.device)  # there is no dropout
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     found = torch.ops.aten._flash_attention_backward(
         grad_NAD, query_NAD, key_KGD, value_KGD, out_NAD, lse_AN, starts, starts, most, most,

@@ -21,7 +21,7 @@ Q = tokens that attend, K = those and all before them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -69,15 +69,16 @@ def linear_in_parts(x: torch.Tensor, weight_OI: torch.Tensor, parts: int) -> tor
     """The product of tensor parallel ranks that have a part of the features each: their rounded
     products, added up in the order of the ranks. [..., I] -> [..., O]."""
     pairs = zip(x.chunk(parts, dim=-1), weight_OI.chunk(parts, dim=1), strict=True)
-    return added([linear(part, weight.contiguous()) for part, weight in pairs])
+    return added(linear(part, weight.contiguous()) for part, weight in pairs)
 
 
-def added(terms: Sequence[torch.Tensor]) -> torch.Tensor:
+def added(terms: Iterable[torch.Tensor]) -> torch.Tensor:
     """Their sum in their order, in fp32, rounded once."""
-    total = terms[0]
-    for term in terms[1:]:
+    rest = iter(terms)
+    first = total = next(rest)
+    for term in rest:
         total = total.float() + term.float()
-    return total.to(terms[0].dtype)
+    return total.to(first.dtype)
 
 
 def on_gpu() -> Any:

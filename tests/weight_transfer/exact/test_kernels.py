@@ -109,6 +109,19 @@ def test_of_equal_logits_the_lower_experts_are_chosen() -> None:
         )
 
 
+def test_parts_are_added_up_in_the_order_of_their_ranks() -> None:
+    x, rounded = torch.randn(50, 96), []
+    for part, weight in zip(x.split(24, dim=1), WEIGHT.split(24, dim=1), strict=True):
+        rounded.append(kernels.linear(part, weight.contiguous()))
+    want = ((rounded[0] + rounded[1]) + rounded[2]) + rounded[3]
+    assert torch.equal(kernels.linear_in_parts(x, WEIGHT, 4), want)
+    assert not torch.equal(kernels.added(rounded[::-1]), want)
+    assert torch.equal(kernels.linear_in_parts(x, WEIGHT, 1), kernels.linear(x, WEIGHT))
+    low = [part.bfloat16() for part in rounded]
+    total = ((low[0].float() + low[1].float()) + low[2].float()) + low[3].float()
+    assert torch.equal(kernels.added(low), total.bfloat16())
+
+
 def test_an_ordinary_product_is_not() -> None:
     """What the blocks are for: one row goes to another routine."""
     x = torch.randn(77, 96)

@@ -42,13 +42,18 @@ def plan(versions: Path, first: int, last: int) -> list[int]:
     """
     if last <= first:
         raise ConfigError(f"--to {last} is not after --from {first}")
-    _meta_of(versions / str(first))
+    meta_of(versions / str(first))
     for number in range(first + 1, last + 1):
         _check(versions / str(number), after=number - 1)
     return list(range(first, last + 1))
 
 
-def _meta_of(folder: Path) -> dict[str, Any]:
+def meta_of(folder: Path) -> dict[str, Any]:
+    """Return what a version's checkpoint says of itself.
+
+    Raises:
+        ConfigError: it is not on disk, or not whole.
+    """
     try:
         (folder / "COMPLETE").stat()
         meta: dict[str, Any] = json.loads((folder / "meta.json").read_text())
@@ -61,7 +66,7 @@ def _meta_of(folder: Path) -> dict[str, Any]:
 
 
 def _check(folder: Path, *, after: int) -> None:
-    remake = _meta_of(folder).get("remake")
+    remake = meta_of(folder).get("remake")
     if remake is None or not (folder / "remake.bin").exists():
         raise ConfigError(
             f"{folder} does not hold the job that made it: only what train_merged makes does "
@@ -74,16 +79,26 @@ def _check(folder: Path, *, after: int) -> None:
         )
 
 
+def numbers_of(run: RunFile, first: int, last: int) -> list[int]:
+    """`plan` of a run that is stopped.
+
+    Raises:
+        ConfigError: as `plan`, or the run is up.
+    """
+    numbers = plan(run.run_dir.absolute() / "versions", first, last)
+    if RunFolder.is_in_use(run.run_dir):
+        raise ConfigError(f"the run in {run.run_dir} is up: `{stop_command(run.run_dir)}` first")
+    return numbers
+
+
 def replay(run: RunFile, first: int, last: int) -> Iterator[Made]:
     """Make the versions again, by the run's trainer settings, and yield each.
 
     Raises:
-        ConfigError: as `plan`, or the run is up, or a step cannot be made again; says why.
+        ConfigError: as `numbers_of`, or a step cannot be made again; says why.
     """
+    numbers = numbers_of(run, first, last)
     versions = run.run_dir.absolute() / "versions"
-    numbers = plan(versions, first, last)
-    if RunFolder.is_in_use(run.run_dir):
-        raise ConfigError(f"the run in {run.run_dir} is up: `{stop_command(run.run_dir)}` first")
     ranks = run.trainer.parallel.world_size
     with config_file(run, adapter=None) as file:
         words = ["--config", file, "--versions", versions, "--numbers", *numbers]

@@ -42,18 +42,13 @@ def plan(versions: Path, first: int, last: int) -> list[int]:
     """
     if last <= first:
         raise ConfigError(f"--to {last} is not after --from {first}")
-    meta_of(versions / str(first))
+    _meta_of(versions / str(first))
     for number in range(first + 1, last + 1):
         _check(versions / str(number), after=number - 1)
     return list(range(first, last + 1))
 
 
-def meta_of(folder: Path) -> dict[str, Any]:
-    """Return what a version's checkpoint says of itself.
-
-    Raises:
-        ConfigError: it is not on disk, or not whole.
-    """
+def _meta_of(folder: Path) -> dict[str, Any]:
     try:
         (folder / "COMPLETE").stat()
         meta: dict[str, Any] = json.loads((folder / "meta.json").read_text())
@@ -66,7 +61,7 @@ def meta_of(folder: Path) -> dict[str, Any]:
 
 
 def _check(folder: Path, *, after: int) -> None:
-    remake = meta_of(folder).get("remake")
+    remake = _meta_of(folder).get("remake")
     if remake is None or not (folder / "remake.bin").exists():
         raise ConfigError(
             f"{folder} does not hold the job that made it: only what train_merged makes does "

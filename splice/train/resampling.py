@@ -31,6 +31,7 @@ from splice.train import export, replaying
 
 TIMEOUT_S = 4 * 3600.0
 """Longest sampling of one version's answers."""
+MODULE = "inference_node.server.resample"
 Line = Mapping[str, Any]
 
 
@@ -50,7 +51,7 @@ class Answer:
     Attributes:
         made: the version that sampled it.
         place: its group and its place there.
-        request: what `inference_node.resample` takes.
+        request: what `inference_node.server.resample` takes.
     """
 
     made: int
@@ -88,13 +89,13 @@ class Planned:
 
     def __str__(self) -> str:
         """What is said of the version."""
-        count = len(self.answers)
-        said = "all equal"
+        count, of = len(self.answers), len(self.answers) + self.left.total()
+        parts = [f"{count} of {of} answers sampled again"]
         if self.differ:
-            said = f"{len(self.differ)} differ, first {self.differ[0]}"
-        reasons = [f"; {number} not repeated: {why}" for why, number in self.left.items()]
-        of = count + self.left.total()
-        return f"{count} of {of} answers sampled again, {said}" + "".join(reasons)
+            parts[0] += f", {len(self.differ)} differ, first {self.differ[0]}"
+        elif count:
+            parts[0] += ", all equal"
+        return "; ".join([*parts, *(f"{n} not repeated: {why}" for why, n in self.left.items())])
 
 
 def plan(
@@ -198,16 +199,17 @@ def repeat(
             'else vLLM computes; only answers of runs with "exact" can be sampled again'
         )
     planned = _plan_all(run.run_dir, numbers[1:])
-    versions = sorted({answer.made for own in planned.values() for answer in own.answers})
-    for version in versions:
-        replaying.meta_of(run.run_dir / "versions" / str(version))
-    for version in versions:
-        found = [
-            (own, answer)
-            for own in planned.values()
-            for answer in own.answers
-            if answer.made == version
-        ]
+    by_version: dict[int, list[tuple[Planned, Answer]]] = {}
+    for own in planned.values():
+        for answer in own.answers:
+            by_version.setdefault(answer.made, []).append((own, answer))
+    for version in by_version:
+        if not (run.run_dir / "versions" / str(version) / "COMPLETE").exists():
+            raise ConfigError(
+                f"version {version}, which sampled answers of these steps, is not on disk; begin "
+                "with a later --from. orchestrator.keep_versions = 0 keeps all"
+            )
+    for version, found in sorted(by_version.items()):
         on_version(version, len(found))
         made = _sampled(run, version, [answer.request for _, answer in found])
         for (own, answer), (ids, logprobs) in zip(found, made, strict=True):
@@ -246,9 +248,7 @@ def _plan_all(run_dir: Path, numbers: Sequence[int]) -> dict[int, Planned]:
     return found
 
 
-def _sampled(
-    run: RunFile, version: int, requests: Sequence[Any]
-) -> list[tuple[list[int], list[float]]]:
+def _sampled(run: RunFile, version: int, requests: Sequence[Any]) -> list[tuple[list[int], Any]]:
     """Have vLLM answer with a version's weights. Returns ids and log-probs."""
     with tempfile.TemporaryDirectory(prefix="splice-resample-") as name:
         folder = Path(name)
@@ -257,26 +257,22 @@ def _sampled(
         config = run.inference_config(0).model_copy(update=changed)
         (folder / "config.json").write_text(config.model_dump_json())
         (folder / "requests.json").write_text(json.dumps(requests))
-        files = ("--config", "config.json", "--requests", "requests.json", "--out", "out.json")
-        argv = [word if word.startswith("-") else folder / word for word in files]
-        with (folder / "log").open("w+", errors="replace") as log:
-            try:
-                code = subprocess.run(
-                    python_command(run.inference.python, "-m", "inference_node.resample", *argv),
-                    env=python_environment(os.environ),
-                    stdout=log,
-                    stderr=log,
-                    timeout=TIMEOUT_S,
-                    check=False,
-                ).returncode
-            except subprocess.TimeoutExpired:
-                raise ConfigError(
-                    f"sampling with version {version} took longer than {TIMEOUT_S:.0f} s; take a "
-                    "smaller range"
-                ) from None
-            if code:
-                log.seek(0)
-                said = "\n".join(log.read().strip().splitlines()[-30:])
-                raise ConfigError(f"vLLM cannot sample with version {version}:\n{said}")
-        found: list[tuple[list[int], list[float]]] = json.loads((folder / "out.json").read_text())
+        try:
+            done = subprocess.run(
+                python_command(
+                    run.inference.python, "-m", "inference_node.server.resample", folder
+                ),
+                env=python_environment(os.environ),
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            text = f"version {version} samples for {TIMEOUT_S:.0f} s already; take fewer versions"
+            raise ConfigError(text) from None
+        if done.returncode:
+            said = "\n".join(done.stderr.strip().splitlines()[-30:])
+            raise ConfigError(f"vLLM cannot sample with version {version}:\n{said}")
+        found: list[tuple[list[int], Any]] = json.loads((folder / "answers.json").read_text())
         return found

@@ -1,15 +1,16 @@
 """Samples answers again: the sampler's side of `splice replay --sample`.
 
-    python -m inference_node.resample --config FILE --requests FILE --out FILE
+    python -m inference_node.server.resample FOLDER
 
-vLLM runs in this process, with a node's options and environment. `--config` is an InferenceConfig
-of the version's HF folder. `--requests` is a JSON list of [ids of the prompt, fields of the
-request, whether it is a chat's]. `--out` gets [ids, log-probs] of each answer.
+    config.json      an InferenceConfig, of the version's HF folder
+    requests.json    [ids of the prompt, fields of the request, whether it is a chat's] of each
+    answers.json     [ids, log-probs] of each answer
+
+vLLM runs in this process, with a node's options and environment.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -68,15 +69,13 @@ def _params(fields: dict[str, Any], is_chat: bool, *, room: int, defaults: dict[
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("--config", "--requests", "--out"):
-        parser.add_argument(name, type=Path, required=True)
-    given = parser.parse_args()
-    config = read_json(given.config, InferenceConfig)
+    folder = Path(sys.argv[1])
+    config = read_json(folder / "config.json", InferenceConfig)
     os.environ.update(vllm_process.environment(config, secret="", watchdog_endpoint=""))
     os.environ[names.SUPERVISED] = str(os.getppid())
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    given.out.write_text(json.dumps(sample(config, json.loads(given.requests.read_text()))))
+    answers = sample(config, json.loads((folder / "requests.json").read_text()))
+    (folder / "answers.json").write_text(json.dumps(answers))
     sys.stdout.flush()
     os._exit(0)  # vLLM's engine in this process leaves threads that join slowly
 

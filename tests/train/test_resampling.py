@@ -85,10 +85,10 @@ def test_of_equal_answers_that_with_the_same_log_probs_is_meant(tmp_path: Path) 
     """The batch has them in another order than the samples."""
     one, other = rollout(sample=0), rollout((1, 2), sample=1)
     lines = lines_of([one, other])
-    lines[1]["logprobs"] = [-9.0, -9.0]
+    lines[0]["logprobs"] = [-9.0, -9.0]
     (answer,) = planned(tmp_path, [other], lines).answers
-    assert answer.place == "group 4, sample 0 of @2"
-    lines[0]["logprobs"] = [-9.0, -9.0]  # then the order counts
+    assert answer.place == "group 4, sample 1 of @2"
+    lines[1]["logprobs"] = [-9.0, -9.0]  # then the order counts
     answers = planned(tmp_path, [one, other], lines).answers
     assert [answer.request[1]["seed"] for answer in answers] == [one.seed, other.seed]
 

@@ -77,6 +77,13 @@ def _hooks(model: Any, found: Found) -> list[Any]:
     return handles
 
 
+def ids_and_logprobs(answer: Any) -> tuple[list[int], list[float]]:
+    """Return the tokens of vLLM's answer and their log-probs, which are fp32."""
+    (output,) = answer.outputs
+    ids = list(output.token_ids)
+    return ids, [entry[i].logprob for entry, i in zip(output.logprobs, ids, strict=True)]
+
+
 @torch.no_grad()
 def record(model: Path, dtype: str, **more: Any) -> dict[str, torch.Tensor]:
     """Run vLLM and return what it computed."""
@@ -114,14 +121,9 @@ def record(model: Path, dtype: str, **more: Any) -> dict[str, torch.Tensor]:
     answers = llm.generate(
         [TokensPrompt(prompt_token_ids=ids) for ids in prompts], params, use_tqdm=False
     )
-    ids = [list(answer.outputs[0].token_ids) for answer in answers]
-    logprobs = [
-        entry[token].logprob
-        for answer, tokens in zip(answers, ids, strict=True)
-        for entry, token in zip(answer.outputs[0].logprobs, tokens, strict=True)
-    ]
+    ids, logprobs = zip(*map(ids_and_logprobs, answers), strict=True)
     result["sampled_tokens"] = torch.tensor(ids)
-    result[bits.SAMPLED] = torch.tensor(logprobs, dtype=torch.float32)
+    result[bits.SAMPLED] = torch.tensor(logprobs, dtype=torch.float32).flatten()
     return {name: tensor.cpu() for name, tensor in result.items()}
 
 

@@ -259,19 +259,29 @@ def replay(
     ],
     first: Annotated[int, typer.Option("--from", min=0, help="Version to begin from.")],
     last: Annotated[int, typer.Option("--to", min=1, help="Last version to make again.")],
+    sample: Annotated[
+        bool, typer.Option("--sample", help="Sample the answers of these steps again too.")
+    ] = False,
 ) -> None:
     """Train a stopped run's versions again, and compare each with the one on disk, bit for bit.
 
-    Exit code 1: a version differs.
+    With --sample also the answers that they were trained on, of a run with numerics = "exact" and
+    sampling.seed. Exit code 1: a version or an answer differs.
     """
     from splice.train import export as exporting
-    from splice.train import replaying
+    from splice.train import replaying, resampling
 
-    differ = 0
-    for made in replaying.replay(exporting.run_of(run), first, last):
+    def note(version: int, count: int) -> None:
+        typer.echo(f"@{version} samples {count} answers again", err=True)
+
+    of, differ = exporting.run_of(run), 0
+    answers = resampling.repeat(of, first, last, on_version=note) if sample else {}
+    for made in replaying.replay(of, first, last):
         how = "equal, bit for bit"
         if made.elements:
-            differ += 1
             how = f"{made.elements} elements differ, by at most {made.largest:.3g}"
+        if (own := answers.get(made.version)) is not None:
+            how += f"; {own}"
+        differ += made.elements > 0 or (own is not None and bool(own.differ))
         typer.echo(f"@{made.version}: {how} ({made.seconds:.1f} s)")
     raise typer.Exit(int(differ > 0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgpack
 from pydantic import ValidationError
@@ -102,6 +103,20 @@ def decode(frames: Sequence[bytes]) -> Envelope:
             f"not a message of this protocol (kind {name!r}): {briefly(error)}"
         ) from error
     return Envelope(message=message, buffers=tuple(buffers), frames=tuple(frames))
+
+
+def unpacked(data: memoryview) -> Envelope:
+    """Undo the trainer's `packed`, which also made a version's `remake.bin`. The buffers are views.
+
+    Raises:
+        ProtocolError: as `decode`.
+    """
+    begin = 8 + int.from_bytes(data[:8], "little")
+    frames: list[Any] = []
+    for size in msgpack.unpackb(data[8:begin]):
+        frames.append(data[begin : begin + size])
+        begin += size
+    return decode([*map(bytes, frames[:_HEAD_FRAMES]), *frames[_HEAD_FRAMES:]])
 
 
 def to_wire(frames: Frames) -> list[bytes | memoryview]:

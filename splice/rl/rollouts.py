@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from orchestrator.errors import ConfigError, ErrorCode, SpliceError
 from splice.client.batches import Completion
-from splice.rl.asking import Asking, Context, Place
+from splice.rl.asking import Asking, Context, Place, request_seed
 from splice.rl.config import LoopConfig
 from splice.rl.decisions import Order
 from splice.rl.parts import as_reward
@@ -58,6 +58,7 @@ class Rollout:
         sequences: those that train. One without an environment.
         turns: those of the environment, in order.
         name: of the role, as the environment names it.
+        seed: of the request. None: without one, or of an environment.
     """
 
     row: Row
@@ -70,6 +71,7 @@ class Rollout:
     sequences: tuple[Completion, ...]
     turns: tuple[Turn, ...] = ()
     name: str = ""
+    seed: int | None = None
 
     @property
     def is_cut(self) -> bool:
@@ -234,6 +236,7 @@ class Rollouts:
             spans=turn.spans,
             reward=reward,
             sequences=(turn.completion,),
+            seed=request_seed(self._config.sampling, place),
         )
         return (rollout,)
 

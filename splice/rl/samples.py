@@ -1,6 +1,7 @@
 """Every finished rollout as a JSON line: `LOOP/samples/STEP.jsonl`.
 
     step, group, sample, attempt     its place
+    seed                             of its request; null without one, and of an environment
     name, part                       the role in an environment, and its place in what that returned
     prompt                           text, token ids or messages, as the row has it
     row                              the row's other columns
@@ -43,6 +44,7 @@ def line_of(step: int, rollout: Any, part: int = 0) -> str:
         "group": rollout.group,
         "sample": rollout.sample,
         "attempt": rollout.attempt,
+        "seed": rollout.seed,
         "name": rollout.name,
         "part": part,
         "reward": rollout.reward,

@@ -74,16 +74,26 @@ def _check(folder: Path, *, after: int) -> None:
         )
 
 
+def numbers_of(run: RunFile, first: int, last: int) -> list[int]:
+    """`plan` of a run that is stopped.
+
+    Raises:
+        ConfigError: as `plan`, or the run is up.
+    """
+    numbers = plan(run.run_dir.absolute() / "versions", first, last)
+    if RunFolder.is_in_use(run.run_dir):
+        raise ConfigError(f"the run in {run.run_dir} is up: `{stop_command(run.run_dir)}` first")
+    return numbers
+
+
 def replay(run: RunFile, first: int, last: int) -> Iterator[Made]:
     """Make the versions again, by the run's trainer settings, and yield each.
 
     Raises:
-        ConfigError: as `plan`, or the run is up, or a step cannot be made again; says why.
+        ConfigError: as `numbers_of`, or a step cannot be made again; says why.
     """
+    numbers = numbers_of(run, first, last)
     versions = run.run_dir.absolute() / "versions"
-    numbers = plan(versions, first, last)
-    if RunFolder.is_in_use(run.run_dir):
-        raise ConfigError(f"the run in {run.run_dir} is up: `{stop_command(run.run_dir)}` first")
     ranks = run.trainer.parallel.world_size
     with config_file(run, adapter=None) as file:
         words = ["--config", file, "--versions", versions, "--numbers", *numbers]

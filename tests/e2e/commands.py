@@ -14,15 +14,20 @@ import psutil
 from orchestrator.processes.python import python_command
 
 
-def splice(*arguments: object, code: int = 0) -> str:
-    """stdout of `splice`, which must end with this code; stderr after a failure."""
-    done = subprocess.run(
+def ran(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """`splice`, which has ended."""
+    return subprocess.run(
         python_command(sys.executable, "-m", "splice", *map(str, arguments)),
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
     )
+
+
+def splice(*arguments: object, code: int = 0) -> str:
+    """stdout of `splice`, which must end with this code; stderr after a failure."""
+    done = ran(*arguments)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout if code == 0 else done.stderr
 

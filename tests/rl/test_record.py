@@ -57,6 +57,32 @@ def test_every_rollout_is_a_line(tmp_path):
         assert first["answer"] == rollouts[0].completion.text
 
 
+def test_a_line_has_the_seed_of_its_request(tmp_path):
+    """Also if another prompt had the group's place before."""
+    asked = set()
+
+    class Noted(StandIn):
+        def token(self, seed: int, place: int) -> int:
+            asked.add(seed)
+            return super().token(seed, place)
+
+    loop_steps(tmp_path, Noted(), steps=1)
+    first = set(asked)
+    assert seeds_of(tmp_path, 1) == first and len(first) == 6
+
+    def equal(row, completion) -> float:
+        return 1.0
+
+    other = tmp_path / "other"
+    asked.clear()
+    loop_steps(other, Noted(), steps=1, dynamic_sampling=1, reward=equal)
+    assert seeds_of(other, 1) == asked - first and len(asked) == 12
+
+
+def seeds_of(folder: Path, step: int) -> set:
+    return {line["seed"] for line in samples.read(folder / samples.SAMPLES, step)}
+
+
 @pytest.mark.parametrize("moment", ["before submit", "after submit"])
 def test_after_a_crash_every_sample_is_one_that_trains(tmp_path, moment):
     """Also if an earlier start had other groups in its steps."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.errors import SpliceError, TransferAborted, TransferError
-from orchestrator.protocol.frames import Envelope, decode, encode
+from orchestrator.protocol.frames import Envelope, encode, unpacked
 from orchestrator.protocol.messages import AnyMessage
 from trainer_node.ranks import objects
 
@@ -150,7 +150,7 @@ class Lockstep:
         if self._is_root:
             data = torch.from_numpy(payload)
         dist.broadcast(data, src=0, group=self._group)
-        return envelope if self._is_root else unpacked(data.numpy())
+        return envelope if self._is_root else unpacked(data.numpy().data)
 
     def compare(self, error: BaseException | None) -> list[Failure]:
         """See `compare`."""
@@ -177,13 +177,3 @@ def packed(message: AnyMessage, buffers: Sequence[bytes]) -> np.ndarray:
     parts = [len(head).to_bytes(8, "little"), head, *frames]
     # numpy releases the interpreter's lock for the copy, so heartbeats continue.
     return np.concatenate([np.frombuffer(p, np.uint8) for p in parts])
-
-
-def unpacked(data: np.ndarray) -> Envelope:
-    """Undo `packed`. The buffers are views of `data`."""
-    begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    frames: list[Any] = []
-    for size in msgpack.unpackb(data[8:begin].tobytes()):
-        frames.append(memoryview(data)[begin : begin + size])  # type: ignore[arg-type]
-        begin += size
-    return decode([bytes(f) for f in frames[:3]] + frames[3:])

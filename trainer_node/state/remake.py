@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from orchestrator.errors import SpliceError, without_frames
+from orchestrator.protocol.frames import unpacked
 from orchestrator.protocol.messages import RunJob, TrainMerged
 from trainer_node.files.generations import CheckpointError
 from trainer_node.ranks import gpu, objects
-from trainer_node.ranks.lockstep import Failure, agree, unpacked
+from trainer_node.ranks.lockstep import Failure, agree
 from trainer_node.state import checkpoint, contents, loading
 from trainer_node.state.loading import Loaded, Lost
 from trainer_node.training import steps
@@ -93,7 +94,7 @@ def make_step(trainer: Trainer, folder: Path) -> None:
         return StepFailed(f"rank {failures[0].rank} {failures[0]}")
 
     with agree(trainer.model.control_group, as_error):
-        request = unpacked(np.fromfile(folder / contents.REMAKE, np.uint8))
+        request = unpacked(np.fromfile(folder / contents.REMAKE, np.uint8).data)
         assert isinstance(request.message, RunJob)
         job = request.message.job
         assert isinstance(job, TrainMerged)

@@ -301,11 +301,11 @@ def test_a_server_that_was_away_ends_no_model(run):
     """It has missed heartbeats; the session gets its time again."""
 
     async def go():
-        async with serving(run.dir, session_timeout_s=1.0) as caller:
+        async with serving(run.dir, session_timeout_s=3.0) as caller:
             await with_model(caller)
             first, model = caller.session, caller.model
-        await asyncio.sleep(1.2)
-        async with serving(run.dir, session_timeout_s=1.0) as caller:
+        await asyncio.sleep(3.2)
+        async with serving(run.dir, session_timeout_s=3.0) as caller:
             body = {"session_id": await caller.new_session(), "model_seq_id": 0, "base_model": "m"}
             asked = asyncio.ensure_future(caller.refused("create_model", body))
             await asyncio.sleep(0.3)

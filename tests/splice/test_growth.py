@@ -35,7 +35,9 @@ def test_a_log_begins_anew_and_keeps_its_newest_parts(tmp_path, monkeypatch):
             launcher.nodes["node"].rotate_log()
     parts = [path.with_name(f"node.log.{n}") for n in (3, 2, 1)]
     assert all(part.exists() for part in parts) and not path.with_name("node.log.4").exists()
-    found = [int(line.split()[0]) for p in (*parts, path) for line in p.read_text().splitlines()]
+    words = [line.split()[0] for p in (*parts, path) for line in p.read_text().splitlines()]
+    found = [int(word) for word in words if word.isdigit()]  # a cut may part a line
+    assert len(words) - len(found) <= len(parts)
     assert found == sorted(found) and found[-1] == LINES - 1
     assert len(found) > 0.9 * (LINES - found[0]), "a cut loses some lines at most"
     assert path.stat().st_size < 100_000

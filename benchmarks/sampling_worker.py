@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from inference_node.bits import use_this_process
 from inference_node.node.vllm_process import exact_options
 from inference_node.shared import names
 
@@ -34,12 +35,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--exact", action="store_true")
     options = parser.parse_args()
-    os.environ[names.EXACT] = str(int(options.exact))
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    use_this_process(options.device, is_exact=options.exact)
     more: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory_bytes": 8 << 30}
     if options.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         more = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 28, "enforce_eager": True}
     elif options.exact:
         os.environ.update(names.EXACT_ENVIRONMENT)

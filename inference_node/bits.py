@@ -127,6 +127,15 @@ def record(model: Path, dtype: str, **more: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu() for name, tensor in result.items()}
 
 
+def use_this_process(device: str, *, is_exact: bool) -> None:
+    """Set the environment for vLLM in this process, before it is imported."""
+    os.environ[names.EXACT] = str(int(is_exact))
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -136,13 +145,9 @@ def main() -> None:
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    os.environ[names.EXACT] = str(int(options.exact))
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    use_this_process(options.device, is_exact=options.exact)
     more: dict[str, Any] = {}
-    if options.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    else:
+    if options.device == "cuda":
         # vLLM only checks that so much is free: the size of its cache is given.
         more = {"gpu_memory_utilization": 0.3, "attention_backend": names.EXACT_BACKEND}
         os.environ.update(names.EXACT_ENVIRONMENT)

@@ -77,17 +77,18 @@ def model_obstacle(model: Mapping[str, Any], device: str, *, parts: int = 1) -> 
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     layers = set(model.get("layer_types") or ()) - {"full_attention"}
-    experts = next((k for k in _EXPERTS if model.get(k) and family != "qwen3_moe"), "")
-    shares = family == "qwen3_moe" and not model.get("norm_topk_prob")
+    experts, has_form = next((k for k in _EXPERTS if model.get(k)), ""), family == "qwen3_moe"
     windows = bool(layers) or bool(model.get("use_sliding_window"))
     heads = model.get("num_attention_heads", 1)
     groups = model.get("num_key_value_heads") or heads
     biases = family == "llama" and (model.get("attention_bias") or model.get("mlp_bias"))
     return _first(
-        (bool(experts), f"experts ({experts})", "for which no exact form was tested"),
-        (family == "qwen3_moe" and parts > 1, "experts with inference.tensor_parallel",
+        (bool(experts) and not has_form, f"experts ({experts})",
+         "for which no exact form was tested"),
+        (has_form and parts > 1, "experts with inference.tensor_parallel",
          "whose parts are added up in an order that the trainer does not have"),
-        (shares, "norm_topk_prob = false", "because a sum over all experts has no exact form here"),
+        (has_form and not model.get("norm_topk_prob"), "norm_topk_prob = false",
+         "because a sum over all experts has no exact form here"),
         (bool(model.get("kv_lora_rank")), "multi-latent attention",
          "which the decoder computes with absorbed products, and the trainer without"),
         ("linear_attention" in layers, "the gated delta rule",

@@ -29,7 +29,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from orchestrator.errors import ConfigError
 from trainer_node.adapters import products
 from trainer_node.adapters.lora import AdapterSet, ExpertAdapter
 from trainer_node.model.grouped import GateUp, grouped_matmul, grouped_outer
@@ -385,8 +384,7 @@ class StackedExperts:
         self.fc1_E2FH = _stack(layer.experts.linear_fc1, layer.num_local_experts)
         self.fc2_EHF = _stack(layer.experts.linear_fc2, layer.num_local_experts)
         for weight in (self.fc1_E2FH, self.fc2_EHF) if is_exact else ():
-            if why := kernels.obstacle(tuple(weight.shape), weight.device):
-                raise ConfigError(f"numerics = 'exact' does not go with this host: {why}")
+            kernels.check(tuple(weight.shape), weight.device)
         if layer.ep_group.size() == 1:
             layer.forward = torch.compiler.disable(self.layer_forward)
         else:

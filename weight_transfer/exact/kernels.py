@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from orchestrator.errors import ConfigError
+
 ROWS = 32
 """Rows of every product, and queries of a block."""
 KEYS = 64
@@ -113,6 +115,16 @@ def obstacle(shape: tuple[int, ...], device: torch.device, parts: int = 1) -> st
         f"a product of shape {shape_OI} depends on a row's place in its block on this "
         "processor, with this torch"
     )
+
+
+def check(shape: tuple[int, ...], device: torch.device, parts: int = 1) -> None:
+    """Refuse a host as `obstacle` says.
+
+    Raises:
+        ConfigError: a product is not exact there.
+    """
+    if why := obstacle(shape, device, parts):
+        raise ConfigError(f"numerics = 'exact' does not go with this host: {why}")
 
 
 def rms_norm(x: torch.Tensor, gamma_H: torch.Tensor, eps: float) -> torch.Tensor:
@@ -221,7 +233,8 @@ def attend_pack(
         most: tokens of the longest sequence.
     """
     if query_NAD.is_cuda:
-        packed: torch.Tensor = _Attend.apply(query_NAD, key_NGD, value_NGD, starts, most, scale)
+        how = {"starts": starts, "most": most, "scale": scale}
+        packed: torch.Tensor = _Attend.apply(how, query_NAD, key_NGD, value_NGD)
         return packed.flatten(1)
     pieces = [
         attend(query_NAD[a:b], key_NGD[a:b], value_NGD[a:b], scale)
@@ -232,28 +245,19 @@ def attend_pack(
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        query_NAD: torch.Tensor,
-        key_NGD: torch.Tensor,
-        value_NGD: torch.Tensor,
-        starts: torch.Tensor,
-        most: int,
-        scale: float,
-    ) -> torch.Tensor:
-        """On a GPU: [N, A, D] -> [N, A, D]"""
-        ctx.sizes = {"most": most, "scale": scale}
+    def forward(ctx: Any, how: dict[str, Any], *tensors: torch.Tensor) -> torch.Tensor:
+        """On a GPU: query, key and value -> [N, A, D]"""
+        ctx.how = how
         out_NAD: torch.Tensor
-        out_NAD, lse_AN = on_gpu().attend(query_NAD, key_NGD, value_NGD, starts=starts, **ctx.sizes)
-        ctx.save_for_backward(query_NAD, key_NGD, value_NGD, out_NAD, lse_AN, starts)
+        out_NAD, lse_AN = on_gpu().attend(*tensors, **how)
+        ctx.save_for_backward(*tensors, out_NAD, lse_AN)
         return out_NAD
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Of query, key and value."""
-        *saved, starts = ctx.saved_tensors
-        found = on_gpu().attend_backward(grads[0].contiguous(), *saved, starts=starts, **ctx.sizes)
-        return *found, None, None, None
+        found = on_gpu().attend_backward(grads[0].contiguous(), *ctx.saved_tensors, **ctx.how)
+        return None, *found
 
 
 def attend(
